@@ -25,11 +25,10 @@ from _gpu import GROUP_SIZE, PACK_TOKENS, PATH_TOKENS, TraceMaker, make_trainer
 from torch._dynamo.utils import counters
 from transformers import Qwen3Config
 
-from ramify.model.hardware import DEVICE_PEAKS
+from ramify.model.device_copy import DEVICE_PEAKS
 from ramify.trace import AnnotatedTrace, Forest, Message, Trace, build_forest
 from ramify.train import Batch, Trainer, pack_forests
-from ramify.train.flops import FLOPS_FORMULA
-from ramify.train.metrics import StepMetrics
+from ramify.train.metrics import FLOPS_FORMULA, StepMetrics
 from ramify.train.trainer import PendingStep
 
 RATIOS = (1, 2, 4, 8, 12)

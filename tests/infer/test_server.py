@@ -15,9 +15,9 @@ import uvicorn
 
 from ramify.core.errors import ProviderError
 from ramify.infer.config import ServerConfig
-from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.engine import Engine
 from ramify.infer.request import SamplingParams
+from ramify.infer.response_formatters import IncrementalDetokenizer
 from ramify.infer.server import serve
 from ramify.trace import Message
 from ramify.trace.version import PolicyVersion

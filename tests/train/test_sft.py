@@ -31,9 +31,8 @@ from ramify.train.sft import batches, run, run_sft
 from ramify.train.sft.batches import BatchExamples, SftBatch, SftBatchBuilder
 from ramify.train.sft.config import SftConfig, SftDataConfig
 from ramify.train.sft.conversations import parse_conversations
-from ramify.train.sft.example_order import ExampleOrder, split_held_out
 from ramify.train.sft.forests import build_sft_forest
-from ramify.train.sft.plan import build_sft_plan
+from ramify.train.sft.plan import ExampleOrder, build_sft_plan, split_held_out
 from ramify.train.trainer import PendingStep, Trainer
 from tests.support.display import RecordingDisplay
 from tests.support.runs import FULL

@@ -21,9 +21,8 @@ from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, load_loss
 from ramify.train.build import choose_trainer_dtype
 from ramify.train.config import OptimConfig, ScheduleConfig
 from ramify.train.distributed import Ranks
-from ramify.train.flops import FlopsModel
 from ramify.train.master_weights import MasterWeights
-from ramify.train.metrics import MetricSums, StepMetrics
+from ramify.train.metrics import FlopsModel, MetricSums, StepMetrics
 from ramify.train.model_inputs import bucket_length, build_model_inputs
 from ramify.train.optim import OptimizersContainer, compute_lr_factor, is_hidden_matrix
 from ramify.train.policy import load_policy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ramify.view.token_texts import TokenTexts
+from ramify.view.token_view import TokenTexts
 
 
 @pytest.fixture(scope="module")

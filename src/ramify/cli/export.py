@@ -53,7 +53,7 @@ def make_progress_reporter() -> Callable[[int, int], None]:
 def _export_adapter(run: str, directory: Path | None) -> int:
     from ramify.cli.run_lookup import open_run_readonly
     from ramify.run.store import wrap_storage_errors
-    from ramify.train.adapter import export_adapter  # loads torch
+    from ramify.train.model_export import export_adapter  # loads torch
 
     with open_run_readonly(run) as store, wrap_storage_errors(directory or store.path):
         step, directory = export_adapter(store, directory)

@@ -8,11 +8,12 @@ a lost sandbox or a tool whose result nobody can read.
 
 import asyncio
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -23,13 +24,47 @@ from ramify.core.config.schema import is_dict, is_list, is_tuple
 from ramify.core.errors import AgentFailed, ConfigInvalid, EnvironmentFault, RequestInvalid, SandboxError
 from ramify.core.names import find_duplicates, find_similar
 from ramify.env.context import CONTEXT_FIELDS, RolloutContext
-from ramify.env.docstring import parse_docstring
 from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters
 from ramify.env.hook_threads import run_in_hook_thread
 from ramify.infer.dialects.media import MEDIA_ADVICE, read_data_url
 from ramify.infer.dialects.message_parser import MessageParser
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 from ramify.trace.image_header import detect_format
+
+# Parse a tool's docstring into the descriptions that the model sees, following Google's `Args:` sections.
+
+_SECTION_PATTERN = re.compile(r"^(Args|Arguments|Parameters|Returns|Return|Yields|Raises|Example|Examples|Notes?):\s*$")
+_ARGUMENT_SECTIONS = ("Args", "Arguments", "Parameters")
+_PARAMETER_PATTERN = re.compile(r"^(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+
+
+class ParsedDocstring(NamedTuple):
+    """The description in a docstring, and the descriptions of the parameters by name."""
+
+    description: str
+    parameters: dict[str, str]
+
+
+def parse_docstring(text: str | None) -> ParsedDocstring:
+    """Return the text before the first section and the items of the `Args:` section; ignore other sections."""
+    description_lines: list[str] = []
+    items: list[tuple[str, list[str]]] = []  # the lines of each parameter
+    section, base_indent = "", 0
+    for line in inspect.cleandoc(text or "").splitlines():
+        if header := _SECTION_PATTERN.match(line):
+            section, base_indent = header[1], 0
+        elif not section:
+            description_lines.append(line)
+        elif section in _ARGUMENT_SECTIONS and line.strip():
+            indent = len(line) - len(line.lstrip())
+            base_indent = base_indent or indent
+            if indent == base_indent and (match := _PARAMETER_PATTERN.match(line.strip())):
+                items.append((match[1], [match[2]]))
+            elif items:
+                items[-1][1].append(line.strip())
+    parameters = {name: " ".join(filter(None, lines)) for name, lines in items}
+    return ParsedDocstring("\n".join(description_lines).strip(), parameters)
+
 
 ToolContent = str | tuple[TextPart | MediaPart, ...]
 

@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from ramify.core.errors import RequestInvalid
 from ramify.infer.control_api import check_model_name
-from ramify.infer.detokenizer import IncrementalDetokenizer
 from ramify.infer.dialects.chat_format import continues_final_message, format_envelope, format_usage, parse_messages
 from ramify.infer.dialects.http_format import decode_body
 from ramify.infer.dialects.structured_output import forbids_calls, parse_constraint
@@ -30,6 +29,7 @@ from ramify.infer.response_formatters import (
     ChatFormatter,
     CompletionFormatter,
     DecodeFn,
+    IncrementalDetokenizer,
     ResponseFormatter,
     ShownTokens,
     StreamedSample,

@@ -23,13 +23,13 @@ from ramify.core.async_calls import cancel_all
 from ramify.core.errors import ConfigInvalid, PortTaken, RamifyError
 from ramify.infer import control_api, dialect_api
 from ramify.infer.config import ServerConfig
+from ramify.infer.control_api import detokenize, tokenize, tokenizer_info
 from ramify.infer.dialects.http_format import format_openai_error
 from ramify.infer.engine import Engine
 from ramify.infer.generate_api import generate, upload_image
 from ramify.infer.grammar import GrammarCompiler
 from ramify.infer.openai_api import create_chat_completion, create_completion
 from ramify.infer.streaming import build_error_body, get_status
-from ramify.infer.tokenize_api import detokenize, tokenize, tokenizer_info
 from ramify.model.render import Renderer
 from ramify.processes.wire.browser_guard import BrowserGuard
 from ramify.processes.wire.http_server import HttpServer

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ramify.infer.scheduler import ScheduledChunk
-from ramify.model.hardware import DevicePeaks, get_device_peaks
+from ramify.model.device_copy import DevicePeaks, get_device_peaks
 from ramify.model.load import LoadedModel
 from ramify.model.weight_counts import WeightCounts
 

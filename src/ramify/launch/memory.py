@@ -22,9 +22,8 @@ from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.launch.devices import GIB, DeviceAllocation, DeviceAllocations
 from ramify.launch.machine import get_usable_memory
-from ramify.model.experts import describe_experts
+from ramify.model.experts import RECURRENT_LAYER_TYPES, describe_experts
 from ramify.model.image_support import find_rank_problem
-from ramify.model.layer_types import RECURRENT_LAYER_TYPES
 from ramify.model.manifest import read_tensor_shapes
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.config import RunConfig

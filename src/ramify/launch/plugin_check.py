@@ -146,7 +146,7 @@ def check_request(request: dict[str, Any]) -> dict[str, Any]:
 def _find_first_task_problems(
     source_key: str, environment: "Environment", request: dict[str, Any]
 ) -> list[ConfigProblem]:
-    from ramify.rollout.prompt_image_check import check_prompt_images
+    from ramify.rollout.environment import check_prompt_images
 
     key = f"{source_key}.taskset"
     try:

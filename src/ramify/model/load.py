@@ -16,8 +16,8 @@ from transformers.utils import logging
 
 from ramify.core.errors import ModelUnsupported, WeightsRefused
 from ramify.core.log_filters import hide_log_records
+from ramify.model.experts import ATTENTION_LAYER_TYPES, RECURRENT_LAYER_TYPES
 from ramify.model.kernels.paged_attention import paged_attention
-from ramify.model.layer_types import ATTENTION_LAYER_TYPES, RECURRENT_LAYER_TYPES
 from ramify.model.logprob_check import collect_token_ids, describe_error, split_attn_implementation
 from ramify.model.pack_layout import VISION_MODEL_TYPES, get_longrope_limit, get_per_layer_settings
 from ramify.model.precision import DtypeChoice, choose_dtype

@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify.core.errors import RamifyError
 from ramify.processes.wire import WireSettings
-from ramify.processes.wire.server_state import ServerState
+from ramify.processes.wire.message import ServerState
 from ramify.rollout.envserver.client import EnvClient
 from ramify.rollout.envserver.messages import AddressUpdate
 

@@ -19,7 +19,7 @@ from ramify.core.errors import EnvironmentChanged, Failure, PeerLost, ProcessDie
 from ramify.orchestrate.connected_env_server import ConnectedEnvServer
 from ramify.processes.wire import WireSettings
 from ramify.processes.wire.lifecycle import AsyncService
-from ramify.processes.wire.server_state import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
+from ramify.processes.wire.message import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
 from ramify.rollout.envserver.client import CONTROL_TIMEOUT, EnvClient, RolloutResult
 from ramify.rollout.envserver.messages import AddressUpdate, EnvServerInfo, GroupScores, TaskPage
 from ramify.trace import Trace

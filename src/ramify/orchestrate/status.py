@@ -8,7 +8,7 @@ from typing import Any
 from ramify.core.names import format_count
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import OrchestratorState
-from ramify.processes.wire.server_state import ServerState
+from ramify.processes.wire.message import ServerState
 
 REWARD_CURVE_POINTS = 40  # latest steps whose mean reward the status includes
 

@@ -6,6 +6,6 @@ from .retry import find_system_failure as find_system_failure
 from .retry import repeat_attempt as repeat_attempt
 from .scoring import score_group as score_group
 from .scoring import score_trace as score_trace
-from .scripted_policy import ScriptedPolicy as ScriptedPolicy
+from .validation import ScriptedPolicy as ScriptedPolicy
 from .validation import TaskValidation as TaskValidation
 from .validation import validate_task as validate_task

@@ -10,19 +10,37 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
 
-from ramify.core.errors import ConfigInvalid, RamifyError
+from ramify.core.errors import ConfigInvalid, EnvironmentFault, ImageInvalid, RamifyError
 from ramify.core.errors.origin import describe_exception
 from ramify.env import Runtime, RuntimeConfig, Task, Taskset, TasksetHooks, collect_hooks, plugin
 from ramify.env.chat_client import read_api_key
 from ramify.env.code_digest import compute_code_digests
-from ramify.infer.client.loop_pacer import LoopPacer
+from ramify.infer.client.http_client import LoopPacer
 from ramify.infer.gateway.config import RolloutLimits
 from ramify.infer.gateway.policy import ChatPolicy, Policy
+from ramify.model.images import decode_image
+from ramify.model.render.prompt_images import check_image_count, find_image_parts
 from ramify.processes.interpreter import find_other_interpreter
 from ramify.rollout.config import SourceConfig
 from ramify.rollout.harness import Harness
+from ramify.rollout.harness.initial_messages import build_initial_messages
 from ramify.rollout.runtime.bwrap import describe_fallback
 from ramify.rollout.runtime_pool import RuntimePool
+
+# Check the images in the prompt of a task as a rollout would, without a model.
+
+
+def check_prompt_images(task: Task) -> bool:
+    """Return whether the prompt of a task has images. Raises EnvironmentFault if one of them cannot be used."""
+    messages, images = build_initial_messages(task)
+    try:
+        check_image_count(len(find_image_parts(messages)))
+        for image in images.values():
+            decode_image(image.data)
+    except ImageInvalid as error:
+        raise EnvironmentFault(f"task.prompt of task {task.identity} cannot be used: {error.message}") from error
+    return bool(images)
+
 
 PLACEMENT_KEYS = {
     "keep_workdir",

@@ -3,6 +3,7 @@
 A missing reward is never 0: a policy must not be trained on failures of its environment.
 """
 
+import asyncio
 import contextlib
 import random
 from collections.abc import Generator, Sequence
@@ -11,11 +12,33 @@ from typing import Any
 from ramify.core.async_calls import fail_after
 from ramify.core.config.schema import is_list
 from ramify.core.errors import EnvironmentFault, Failure, OperationInvalid, RamifyError
+from ramify.core.errors.origin import describe_exception
 from ramify.env import Hook, RolloutContext, Task
+from ramify.env.hook import is_current_task_cancelled
 from ramify.rollout.environment import Environment
-from ramify.rollout.environment_fault import raise_environment_faults
 from ramify.trace import Trace
 from ramify.trace.header import TURN_REWARDS_KEY
+
+# Errors of an environment's code become failures with a name.
+
+
+@contextlib.contextmanager
+def raise_environment_faults(what: str) -> Generator[None]:
+    """Raise errors of the block as EnvironmentFault; `what` names the code that runs in it.
+
+    A RamifyError, and the cancellation of the current task itself, pass unchanged. KeyboardInterrupt is an error of the
+    code too: at Ctrl-C, asyncio cancels the main task instead of raising it.
+    """
+    try:
+        yield
+    except RamifyError:
+        raise
+    except asyncio.CancelledError as error:
+        if is_current_task_cancelled():
+            raise
+        raise EnvironmentFault(f"{what}: CancelledError: something it awaited was cancelled") from error
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        raise EnvironmentFault(f"{what}: {describe_exception(error)}") from error
 
 
 def build_unscored_rewards(env: Environment) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from ramify.trace.forest import (
     make_padding_forest,
 )
 from ramify.trace.forest_builder import build_forest
-from ramify.trace.forest_split import split_forest
 from ramify.trace.header import TRACE_SCHEMA, Timing
 from ramify.trace.json_view import to_json
 from ramify.trace.message import (
@@ -31,7 +30,7 @@ from ramify.trace.message import (
     Usage,
     VersionRun,
 )
-from ramify.trace.packing import balance_packs, pack_trees
+from ramify.trace.packing import balance_packs, pack_trees, split_forest
 from ramify.trace.trace import Branch, Episode, FlatBranch, Node, Trace
 from ramify.trace.turn import MessageSpan, PromptMedia, TraceBuilder, Turn
 

@@ -18,8 +18,8 @@ from ramify.train.distributed import Ranks, apply_fsdp
 from ramify.train.lora import add_adapters
 from ramify.train.losses import load_loss
 from ramify.train.metrics import MetricSums
+from ramify.train.model_inputs import LoadImage
 from ramify.train.policy import PolicyModel, compile_layers, load_policy
-from ramify.train.step_images import LoadImage
 from ramify.train.token_stats import TokenStatsWriter
 from ramify.train.trainer import Trainer
 

@@ -15,19 +15,17 @@ import torch
 from torch import Tensor
 
 from ramify.core.errors import DeadlineExceeded, ModelUnsupported
-from ramify.model.hardware import get_device_peaks
+from ramify.model.device_copy import get_device_peaks
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest
 from ramify.train.batch import Batch, count_unique_tokens
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import gather_full_tensor
-from ramify.train.flops import FlopsModel
 from ramify.train.master_weights import MasterWeights
-from ramify.train.metrics import MetricAccumulator, MetricSums, StepMetrics
-from ramify.train.model_inputs import ModelInputs, bucket_length, build_model_inputs
+from ramify.train.metrics import FlopsModel, MetricAccumulator, MetricSums, StepMetrics
+from ramify.train.model_inputs import LoadImage, ModelInputs, StepImages, bucket_length, build_model_inputs
 from ramify.train.optim import OptimizersContainer
 from ramify.train.policy import PolicyModel, PolicyOutput
-from ramify.train.step_images import LoadImage, StepImages
 from ramify.train.token_stats import TokenStatsWriter
 
 STEP_TIMEOUT = 3600.0  # seconds for a GPU to finish a step

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ramify.orchestrate.batches import BatchGroup
 from ramify.trace import Annotation, Forest, Trace
-from ramify.view.token_texts import TokenTexts
+from ramify.view.token_view import TokenTexts
 
 MAX_TOKENS = 20_000  # of a forest that is sent token by token; a longer one is sent in bins
 MAX_BINS = 200  # per segment

@@ -15,12 +15,12 @@ from ramify.trace import Trace
 from ramify.trace.json_view import to_dict
 from ramify.train.token_stats import TokenStats
 from ramify.view.forest_view import annotate_all, describe_forest
-from ramify.view.reward_changes import compute_reward_changes
 from ramify.view.rollout_filter import RolloutFilter
 from ramify.view.rollout_index import SORT_COLUMNS, RolloutIndex
 from ramify.view.rollout_reader import (
     add_scores,
     add_training,
+    compute_reward_changes,
     get_trace,
     list_messages,
     list_other_attempts,
@@ -28,9 +28,10 @@ from ramify.view.rollout_reader import (
     read_rollout,
 )
 from ramify.view.rollout_view import describe_rollout, format_markdown, read_message_text
-from ramify.view.run_folder import CONFIG_FILE, RunFolder
 from ramify.view.run_state import (
     CACHEABLE_STATES,
+    CONFIG_FILE,
+    RunFolder,
     describe_run,
     get_model_name,
     has_metrics,
@@ -39,8 +40,7 @@ from ramify.view.run_state import (
     read_config,
     summarize_run,
 )
-from ramify.view.token_texts import TokenTexts
-from ramify.view.token_view import FloatArray, TokenMeasures
+from ramify.view.token_view import FloatArray, TokenMeasures, TokenTexts
 from ramify.view.training_record import (
     GroupTraining,
     TokenStatsKey,

@@ -9,8 +9,7 @@ import msgspec
 from ramify.run.store import RolloutRecord
 from ramify.run.store.image_labels import format_content, label_images
 from ramify.trace import MediaPart, Message, Node, Trace
-from ramify.view.token_texts import TokenTexts
-from ramify.view.token_view import TokenMeasures
+from ramify.view.token_view import TokenMeasures, TokenTexts
 from ramify.view.training_record import GroupTraining
 
 MAX_MESSAGE_CHARS = 20_000  # of one message that is sent at once; the page asks for more

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from ramify.core.errors import DeadlineExceeded
 from ramify.processes.wire.http_server import HttpServer
-from ramify.view.access import is_loopback, make_token
 from ramify.view.queries import RunQueries
-from ramify.view.server import build_app
+from ramify.view.server import build_app, is_loopback, make_token
 
 START_TIMEOUT = 20.0  # seconds, for the thread
 STOP_TIMEOUT = 10.0

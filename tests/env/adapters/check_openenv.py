@@ -10,7 +10,7 @@ from typing import Any
 from ramify.env.adapters.openenv import OpenEnv
 from ramify.infer.gateway import Gateway
 from ramify.rollout import Environment, SourceConfig, repeat_attempt, run_attempt
-from ramify.rollout.scripted_policy import ScriptedPolicy
+from ramify.rollout.validation import ScriptedPolicy
 from ramify.run.store import RunStore
 from ramify.trace import Trace
 from tests.env.adapters.training import run_ramify, train, write_eval

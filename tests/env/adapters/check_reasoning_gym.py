@@ -4,7 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from ramify.env.adapters.reasoning_gym.refusals import REFUSALS
+from ramify.env.adapters.reasoning_gym import REFUSALS
 from ramify.env.tasksets.reversal import SYSTEM
 from tests.env.adapters.training import train
 

@@ -15,7 +15,7 @@ PLAY_SCRIPT = """
 import asyncio, json
 from ramify.infer.gateway import Gateway
 from ramify.rollout import Environment, SourceConfig, run_attempt
-from ramify.rollout.scripted_policy import ScriptedPolicy
+from ramify.rollout.validation import ScriptedPolicy
 
 async def play():
     table = {"id": "textarena", "game": "TicTacToe-v0", "num_players": 2}

@@ -13,7 +13,7 @@ from ramify.infer.gateway import Gateway
 from ramify.infer.gateway.config import RolloutLimits, SamplingConfig
 from ramify.infer.gateway.session import RolloutSession
 from ramify.rollout import Environment, SourceConfig, run_attempt, score_group
-from ramify.rollout.scripted_policy import ScriptedPolicy
+from ramify.rollout.validation import ScriptedPolicy
 from ramify.trace import Message, ToolCall, Trace
 
 CALL = Message("assistant", tool_calls=(ToolCall("call0", "multiply", '{"a": 2, "b": 3}'),))

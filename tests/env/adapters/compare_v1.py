@@ -11,7 +11,7 @@ from ramify.infer.gateway import Gateway
 from ramify.infer.gateway.config import RolloutLimits, SamplingConfig
 from ramify.infer.gateway.session import RolloutSession
 from ramify.rollout import Environment, SourceConfig, run_attempt
-from ramify.rollout.scripted_policy import ScriptedPolicy
+from ramify.rollout.validation import ScriptedPolicy
 from ramify.trace import Message, ToolCall, Trace
 
 AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from ramify.core.errors import ConfigInvalid
-from ramify.env.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
-from ramify.env.adapters.reasoning_gym.refusals import REFUSALS
+from ramify.env.adapters.reasoning_gym import REFUSALS, ReasoningGym, ReasoningGymConfig
 from ramify.env.adapters.textarena import TextArena, TextArenaConfig, _format_observation
 from ramify.env.adapters.verifiers import Verifiers, VerifiersConfig
 

@@ -8,8 +8,7 @@ import ramify as rf
 from ramify.core.errors import ConfigInvalid, ProviderError
 from ramify.env import collect_hooks
 from ramify.env.adapters.refusals import find_policy_refusal
-from ramify.env.adapters.verifiers.plain_state import keep_plain_fields, to_plain_row
-from ramify.env.adapters.verifiers.rewards import add_reward_hooks
+from ramify.env.adapters.verifiers.environment import add_reward_hooks, keep_plain_fields, to_plain_row
 from ramify.env.adapters.verifiers.v1 import average_scores, get_only_agent
 
 

@@ -5,7 +5,7 @@ from itertools import islice
 
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.rollout.harness import Harness, HarnessConfig
-from ramify.rollout.scripted_policy import ScriptedPolicy
+from ramify.rollout.validation import ScriptedPolicy
 
 
 class BoxAgentConfig(HarnessConfig):

@@ -14,7 +14,7 @@ from ramify.env.tasksets.repair.case_caller import call_case
 from ramify.env.tasksets.repair.verification import find_failed_cases, parse_reports
 from ramify.env.tasksets.splits import assign_split
 from ramify.rollout import Environment, SourceConfig, run_attempt
-from ramify.rollout.scripted_policy import ScriptedPolicy
+from ramify.rollout.validation import ScriptedPolicy
 from tests.env.tasksets.box_agent import work
 from tests.env.tasksets.scripted_agent import get_texts, make_tool_call
 from tests.rollout.runtime.conftest import skip_unless_available

@@ -12,8 +12,7 @@ from ramify.core.errors import ConfigInvalid
 from ramify.env import plugin
 from ramify.env.runtime import Capabilities, Capability
 from ramify.env.tasksets.swe import COMMAND_TIMEOUT, DIFF_TIMEOUT, _list_protected_files
-from ramify.env.tasksets.swe_patch import filter_patch
-from ramify.env.tasksets.swe_rows import find_changed_files, parse_row
+from ramify.env.tasksets.swe_rows import filter_patch, find_changed_files, parse_row
 from ramify.rollout import Environment, SourceConfig
 from ramify.rollout.runtime import LocalRuntime
 from ramify.rollout.runtime.bwrap import find_unsupported_reason

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from ramify.infer.client.loop_pacer import LoopPacer
+from ramify.infer.client.http_client import LoopPacer
 
 
 async def test_one_task_continues_per_iteration_in_order():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ramify.processes.wire.client_protocol import ClientProtocol, ConnectionState
 from ramify.processes.wire.headers import ReplyHeader, RequestHeader
 from ramify.processes.wire.loop_monitor import LoopMonitor
+from ramify.processes.wire.message import WireSettings
 from ramify.processes.wire.server_protocol import ServerProtocol
-from ramify.processes.wire.settings import WireSettings
 
 SETTINGS = WireSettings(heartbeat_interval=1.0, server_timeout=10.0, session_timeout=30.0)
 STEP = 0.2  # seconds between two runs of a side

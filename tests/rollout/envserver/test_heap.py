@@ -5,7 +5,7 @@ import asyncio
 import psutil
 import pytest
 
-from ramify.rollout.envserver.heap import LARGE_ROLLOUT_BYTES, HeapTrimmer, find_malloc_trim
+from ramify.rollout.envserver.env_worker import LARGE_ROLLOUT_BYTES, HeapTrimmer, find_malloc_trim
 
 CHUNK, MIB = 2048, 1 << 20
 

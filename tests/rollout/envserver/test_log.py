@@ -5,9 +5,8 @@ import logging
 import pytest
 
 from ramify.core.errors import AgentFailed, Failure
-from ramify.rollout.envserver.log import format_event
+from ramify.rollout.envserver.log import RolloutLog, format_event
 from ramify.rollout.envserver.messages import RolloutRequest
-from ramify.rollout.envserver.rollout_log import RolloutLog
 from ramify.trace import Episode, Trace
 
 

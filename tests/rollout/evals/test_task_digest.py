@@ -8,8 +8,8 @@ import ramify as rf
 from ramify.core.errors import StorageFailed
 from ramify.env.tasksets.color_codeword import make_square, make_square_url
 from ramify.infer.dialects import media
-from ramify.rollout.evals import task_digest
-from ramify.rollout.evals.task_digest import compute_task_digest
+from ramify.rollout.evals import plan
+from ramify.rollout.evals.plan import compute_task_digest
 
 
 def make_task(*urls: str) -> rf.Task:
@@ -43,7 +43,7 @@ async def test_data_url_and_missing_file_have_the_content_digest(tmp_path):
 
 async def test_storage_that_hangs_is_a_named_failure(tmp_path, monkeypatch):
     answers = threading.Event()
-    monkeypatch.setattr(task_digest, "IMAGE_TIMEOUT", 0.1)
+    monkeypatch.setattr(plan, "IMAGE_TIMEOUT", 0.1)
     monkeypatch.setattr(media, "read_image_file", lambda path: answers.wait(60))
     with pytest.raises(StorageFailed, match=r"the images of task square: the storage did not answer within 0.1 s; "):
         await compute_task_digest(make_task(f"file://{tmp_path}/square.png"))

@@ -12,8 +12,8 @@ from ramify.infer.dialects.model_call import SUMMARY_REQUEST
 from ramify.infer.gateway import TokenPolicy
 from ramify.orchestrate.algorithms.base import get_trainable_nodes
 from ramify.rollout import run_attempt
-from ramify.rollout.harness.compaction import CONTINUE_REQUEST, EMPTY_SUMMARY, OMITTED_RESULT
-from ramify.rollout.scripted_policy import ScriptedPolicy
+from ramify.rollout.harness.chat import CONTINUE_REQUEST, EMPTY_SUMMARY, OMITTED_RESULT
+from ramify.rollout.validation import ScriptedPolicy
 from ramify.trace import Message, ToolCall, Trace, decode_trace, encode_trace
 from tests.rollout.helpers import TASK, OneTask, list_messages, load_env, tool_call
 from tests.support.engine import ScriptedClient, check_tokens

@@ -8,7 +8,7 @@ import tarfile
 
 import pytest
 
-from ramify.rollout.runtime.archive import ArchiveTooLarge, pack_directory, unpack_archive
+from ramify.rollout.runtime.shell_files import ArchiveTooLarge, pack_directory, unpack_archive
 
 
 def make_archive(*entries):

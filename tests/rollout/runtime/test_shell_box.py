@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.rollout.runtime.record_filter import RecordFilter
-from ramify.rollout.runtime.shell_process import SPAWN_SCRIPT
+from ramify.rollout.runtime.shell_process import SPAWN_SCRIPT, RecordFilter
 
 MARKER = "0123456789abcdef"
 PART = st.sampled_from([b"\x1e", b"\x1e0123", MARKER.encode(), b"\n", b"text", b"\x1e" + MARKER.encode() + b"x"])

@@ -16,8 +16,7 @@ from pydantic import Field
 import ramify as rf
 from ramify.env.tasksets.answers import get_replies
 from ramify.env.tasksets.person_names import load_names
-from ramify.env.tasksets.ranges import RangesConfig
-from ramify.env.tasksets.splits import draw_distinct
+from ramify.env.tasksets.splits import RangesConfig, draw_distinct
 
 NEW_NAME_SUFFIX = " // new name!"
 SIMILARITY_POWER = 4

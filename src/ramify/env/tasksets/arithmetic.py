@@ -12,8 +12,7 @@ from pydantic import Field
 
 import ramify as rf
 from ramify.env.tasksets.answers import extract_boxed, is_same_value
-from ramify.env.tasksets.ranges import RangesConfig
-from ramify.env.tasksets.splits import draw_distinct
+from ramify.env.tasksets.splits import RangesConfig, draw_distinct
 
 SYSTEM = "Put the final answer in \\boxed{}."
 

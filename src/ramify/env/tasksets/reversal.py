@@ -14,8 +14,7 @@ from pathlib import Path
 from pydantic import Field
 
 from ramify.core.errors import ConfigInvalid
-from ramify.env.tasksets.ranges import RangesConfig
-from ramify.env.tasksets.splits import Split, assign_split, draw_distinct
+from ramify.env.tasksets.splits import RangesConfig, Split, assign_split, draw_distinct
 
 SYSTEM = "Reverse the text character by character. Answer inside <reversed_text> tags."
 TAGGED_PATTERN = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)

@@ -6,9 +6,27 @@ disjoint.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
+from pydantic import model_validator
+
+import ramify as rf
 from ramify.core.errors import ConfigInvalid
+
+# The check of ranges in the config of a taskset.
+
+
+class RangesConfig(rf.Config):
+    """A config in which `min_NAME` must not exceed `max_NAME`, for every such pair of keys."""
+
+    @model_validator(mode="after")
+    def _min_must_not_exceed_max(self) -> Self:
+        for max_key in type(self).model_fields:
+            min_key, high = max_key.replace("max_", "min_", 1), getattr(self, max_key)
+            if min_key != max_key and (low := getattr(self, min_key, high)) > high:
+                raise ValueError(f"{min_key} is {low}, above {max_key}, which is {high}")
+        return self
+
 
 EVAL_SHARE = 0.2
 MAX_IDLE_DRAWS = 1000  # consecutive draws without a new task

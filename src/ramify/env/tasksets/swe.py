@@ -19,8 +19,7 @@ from ramify.core.errors import AgentFailed, ConfigInvalid, EnvironmentFault
 from ramify.env.tasksets.data_files import read_rows
 from ramify.env.tasksets.pytest_reports import find_not_passed, run_pytest
 from ramify.env.tasksets.splits import assign_split
-from ramify.env.tasksets.swe_patch import filter_patch, is_protected
-from ramify.env.tasksets.swe_rows import RowShape, SweRow, parse_row
+from ramify.env.tasksets.swe_rows import RowShape, SweRow, filter_patch, is_protected, parse_row
 
 PATCH_FILE = ".git/ramify.patch"  # the agent's changes; no file of the repository
 TESTS_KEY = "tests"  # in the `info` of a trace

@@ -15,8 +15,7 @@ from pydantic import Field
 import ramify as rf
 from ramify.env.tasksets import article_graph
 from ramify.env.tasksets.answers import build_tool_call_replies
-from ramify.env.tasksets.ranges import RangesConfig
-from ramify.env.tasksets.splits import draw_distinct
+from ramify.env.tasksets.splits import RangesConfig, draw_distinct
 
 OUT_OF_TURNS = "error: the walk has ended, all turns are used."  # a reply may hold more calls than there are turns left
 SYSTEM = "Go from page to page by their links until you reach the target."

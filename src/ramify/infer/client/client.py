@@ -40,7 +40,7 @@ from ramify.infer.client.http_client import (
 from ramify.infer.client.replica_pool import Replica, ReplicaPool
 from ramify.infer.client.stall_clock import StallClock
 from ramify.processes.wire.lifecycle import AsyncService
-from ramify.processes.wire.server_state import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
+from ramify.processes.wire.message import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
 from ramify.trace.columns import StructuredArray
 from ramify.trace.version import PolicyVersion
 

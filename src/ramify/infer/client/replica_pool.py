@@ -19,7 +19,7 @@ from ramify.core.errors import ProviderError, RamifyError
 from ramify.infer.client.engine_adapter import EngineAdapter
 from ramify.infer.client.http_client import HttpClient, ResponseLost
 from ramify.infer.client.stall_clock import StallClock
-from ramify.processes.wire.server_state import ServerState
+from ramify.processes.wire.message import ServerState
 
 MAX_SESSIONS = 1 << 16  # beyond it, the least recently used session is forgotten
 

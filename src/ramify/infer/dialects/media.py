@@ -17,8 +17,7 @@ from urllib.parse import unquote
 
 from ramify.core.errors import ImageInvalid, RequestInvalid
 from ramify.model.images import check_image
-from ramify.model.images.decode import check_image_size
-from ramify.model.images.image_file import read_image_file
+from ramify.model.images.decode import check_image_size, read_image_file
 from ramify.trace import Media
 from ramify.trace.image_header import MIME_TYPES, read_image_header
 

@@ -10,15 +10,20 @@ reasoning that the client does not send; the walk follows all of them until late
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import takewhile
 
+import msgspec
+
 from ramify.infer.gateway.canonical import has_same_reasoning, message_key
+from ramify.infer.gateway.policy import SampledReply
 from ramify.model.render import TokenHistory, ToolSchema
 from ramify.model.render.outline import SYSTEM_ROLES
-from ramify.trace import Message
+from ramify.trace import Message, ToolCall
 
 MAX_CACHED_HISTORIES = 4  # replies whose history is cached; older histories are rebuilt from the trace
 
@@ -185,3 +190,38 @@ def _match_priority(candidate: TrieNode, tools: Sequence[ToolSchema]) -> tuple[b
     """Sort key among equal messages: prefer one whose tokens can be reused (same tools), then the newest."""
     reply = candidate.last_reply
     return (False, -1) if reply is None else (reply.tools == tuple(tools), reply.trace_node)
+
+
+# Unique ids for the tool calls of a rollout.
+#
+# A client sends back only messages, so two equal samples whose calls have equal ids cannot be distinguished: all their
+# continuations would attach to the newest sample. So an id that the rollout has already used is replaced.
+
+
+class CallIdRegistry:
+    """The ids of all tool calls of one rollout."""
+
+    def __init__(self) -> None:
+        self._used_ids = {""}  # some chat endpoints send no id
+
+    def make_unique(self, sampled: SampledReply, position: TrieNode) -> SampledReply:
+        """Return a reply at `position` whose tool calls have new ids where the rollout has already used theirs.
+
+        A new id depends on the conversation and the number of its samples, so a repeated rollout has the same ids.
+        """
+        calls: list[ToolCall] = []
+        for call in sampled.message.tool_calls:
+            call_id, seed = call.id, position.digest + b"%d" % position.num_replies
+            while call_id in self._used_ids:
+                seed = hashlib.sha256(seed).digest()
+                call_id = seed.hex()[:9]  # nine letters and digits, as the strictest template requires
+            self._used_ids.add(call_id)
+            calls.append(call if call_id == call.id else msgspec.structs.replace(call, id=call_id))
+        if tuple(calls) == sampled.message.tool_calls:
+            return sampled
+        message, history = msgspec.structs.replace(sampled.message, tool_calls=tuple(calls)), sampled.history
+        messages = (*history.messages[:-1], message)
+        history = TokenHistory.build(
+            messages, history.tools, history.token_ids, num_sampled=history.num_sampled, images=history.images
+        )
+        return replace(sampled, message=message, history=history)

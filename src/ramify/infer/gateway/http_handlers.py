@@ -25,8 +25,8 @@ from ramify.infer.dialects.http_format import decode_body, get_http_status
 from ramify.infer.dialects.model_call import ModelReply, ParsedRequest
 from ramify.infer.dialects.openai_responses import RESPONSE_PREFIX, ResponsesDialect
 from ramify.infer.dialects.response_store import ResponseStore
+from ramify.infer.gateway.canonical import check_num_chars, count_chars
 from ramify.infer.gateway.config import REQUEST_TASK_PREFIX
-from ramify.infer.gateway.prompt_size import check_num_chars, count_chars
 from ramify.infer.gateway.request_dedup import SharedCall
 from ramify.infer.gateway.session import RolloutSession
 from ramify.model.render.offload import OFFLOAD_MIN_CHARS

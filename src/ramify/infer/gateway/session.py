@@ -30,13 +30,11 @@ from ramify.infer.dialects.message_parser import remove_prefill
 from ramify.infer.dialects.model_call import ModelReply, ModelRequest, ReplyFinishReason
 from ramify.infer.dialects.response_store import ResponseStore
 from ramify.infer.gateway.budget import BudgetGrant, RolloutBudget
-from ramify.infer.gateway.call_ids import CallIdRegistry
-from ramify.infer.gateway.canonical import encode_canonical
+from ramify.infer.gateway.canonical import check_num_chars, count_chars, encode_canonical
 from ramify.infer.gateway.config import REQUEST_TASK_PREFIX, RolloutLimits, SamplingConfig
-from ramify.infer.gateway.conversation_trie import ConversationTrie, TrieNode
+from ramify.infer.gateway.conversation_trie import CallIdRegistry, ConversationTrie, TrieNode
 from ramify.infer.gateway.main_calls import RecordedCall
 from ramify.infer.gateway.policy import Policy, PolicyRequest, PreparedPrompt, SampledReply
-from ramify.infer.gateway.prompt_size import check_num_chars, count_chars
 from ramify.infer.gateway.recorder import TraceRecorder
 from ramify.infer.gateway.request_dedup import RequestDeduplicator, SharedCall
 from ramify.infer.gateway.request_quota import QuotaSettings, RequestQuota

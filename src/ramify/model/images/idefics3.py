@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from ramify.core.errors import ConfigInvalid
-from ramify.model.images.decode import RgbArray, decode_image
-from ramify.model.images.pixels import PixelScaling, read_size, resize
+from ramify.model.images.decode import PixelScaling, RgbArray, decode_image, read_size, resize
 from ramify.model.images.processed_image import ImageLayout, ProcessedImage
 from ramify.trace import Media
 

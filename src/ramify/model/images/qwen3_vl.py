@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from ramify.core.errors import ImageInvalid
-from ramify.model.images.decode import decode_image
-from ramify.model.images.pixels import Float32Array, PixelScaling, read_size, resize
+from ramify.model.images.decode import Float32Array, PixelScaling, decode_image, read_size, resize
 from ramify.model.images.processed_image import ImageLayout, ProcessedImage
 from ramify.trace import Media
 

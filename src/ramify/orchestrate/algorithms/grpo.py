@@ -1,7 +1,8 @@
 """GRPO: reward minus the mean of the group, in standard deviations of the group (Shao et al. 2024, 2402.03300)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -10,10 +11,95 @@ from ramify.orchestrate.algorithms.base import (
     Algorithm,
     AlgorithmConfig,
     FloatArray,
+    annotate_advantage,
     count_sampled_tokens,
+    group_by_agent,
     subtract_mean,
 )
 from ramify.trace import Annotation, Trace
+
+# RAE, role-conditioned advantage estimation: a baseline for each agent of a game (Liu et al. 2025, 2506.24119).
+#
+# The policy plays all agents, but an agent that moves first, or has the better cards, earns more whatever it does. The
+# baseline of an agent is the mean reward of the agent in earlier groups. It does not contain the rewards that are
+# compared with it, so the gradient estimate stays unbiased, also for a group of one attempt.
+
+
+class RaeConfig(AlgorithmConfig):
+    """Configuration of RAE."""
+
+    decay: float = Field(default=0.95, ge=0, lt=1)
+    """Weight of the earlier groups when a group updates a baseline; the last 1 / (1 − decay) groups count most."""
+
+
+class Rae(Algorithm):
+    """A = r − b; then b ← b + max(1 − decay, 1 / n) · (mean − b), where this is the n-th group of the agent."""
+
+    config: RaeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+
+    def annotate_with_state(
+        self, group: Sequence[Trace], state: Mapping[str, Any]
+    ) -> tuple[list[Annotation], dict[str, Any]]:
+        """Return the annotations, and the baseline and the number of groups of each agent."""
+        annotations, new_state = list[Annotation](), dict(state)
+        for agent, (traces, rewards) in group_by_agent(group).items():
+            baseline, num_groups = state.get(agent, (0.0, 0))
+            for trace, reward in zip(traces, rewards.tolist(), strict=True):
+                annotations += annotate_advantage(trace, reward - baseline)
+            step = max(1 - self.config.decay, 1 / (num_groups + 1))
+            new_state[agent] = [baseline + step * (float(np.mean(rewards)) - baseline), num_groups + 1]
+        return annotations, new_state
+
+
+# MaxRL: maximize the log-likelihood of success instead of its expectation (Tajwar et al. 2026, 2602.02710).
+#
+# The gradient of log p is that of p divided by p. Dividing by the group's mean reward estimates it, so a task that is
+# rarely solved counts more; with n attempts the first n terms of log p are maximized. Rewards should be from 0 to 1.
+
+
+class MaxRl(Algorithm):
+    """A = (r − mean) / mean; 0 if no attempt earned a reward."""
+
+    compares_attempts = True
+
+    def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
+        """Return the rewards minus their mean, divided by the mean."""
+        mean = rewards.mean()
+        return subtract_mean(rewards) / mean if mean > 0 else np.zeros_like(rewards)
+
+
+# RLOO: reward minus the mean of the other rollouts (Ahmadian et al. 2024, 2402.14740).
+#
+# The baseline does not include the rollout's own reward, so the gradient estimate stays unbiased.
+
+
+class Rloo(Algorithm):
+    """A = r − mean of the others, which is n / (n − 1) · (r − mean); 0 for a group of one."""
+
+    compares_attempts = True
+
+    def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
+        """Return each reward minus the mean of the others."""
+        count = len(rewards)
+        return subtract_mean(rewards) * (count / (count - 1) if count > 1 else 0.0)
+
+
+# Dr. GRPO: GRPO without its biases (Liu et al. 2025, 2503.20783).
+#
+# It does not divide by the standard deviation of the group, which favours tasks that are too easy or too hard. Nor
+# does it divide by the length of a rollout, which makes long wrong answers cheap: the trainer's mean over the entries
+# of the batch already gives every token the same weight.
+
+
+class DrGrpo(Algorithm):
+    """A = r − mean."""
+
+    compares_attempts = True
+
+    def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
+        """Return the rewards minus their mean."""
+        return subtract_mean(rewards)
+
 
 EPSILON = 1e-6
 
@@ -56,3 +142,32 @@ def _compute_relative_lengths(traces: Sequence[Trace]) -> FloatArray:
     """Return the relative length of each rollout, from 0 (shortest of the group) to 1 (longest)."""
     lengths = np.array([count_sampled_tokens(trace) for trace in traces], np.float64)
     return (lengths - lengths.min()) / max(1.0, np.ptp(lengths))
+
+
+# Echo: GRPO on what the policy sampled, and cross entropy on what the environment answered.
+#
+# Predicting tool output teaches how the environment behaves, also in groups whose rewards are all equal.
+
+
+class EchoConfig(GrpoConfig):
+    """Configuration of Echo."""
+
+    role_weights: dict[str, float] = {"tool": 0.1}
+    """Weight of the cross entropy on the content of messages, by their role."""
+
+
+class Echo(Grpo):
+    """The annotations of GRPO, and one with a `ce` weight for the content of each message with a weighted role."""
+
+    compares_attempts = False  # a single attempt has tool output to learn from
+    config: EchoConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+
+    def annotate(self, group: Sequence[Trace]) -> list[Annotation]:
+        """Return the annotations of sampled and of weighted messages."""
+        weights = self.config.role_weights
+        return super().annotate(group) + [
+            Annotation(trace.id, node.index, node.content_span, rl=0.0, ce=weights[node.message.role])
+            for trace in group
+            for node in trace.nodes
+            if node.sampled_span == (0, 0) and node.message.role in weights and node.content_span != (0, 0)
+        ]

@@ -1,11 +1,17 @@
 """The interface of a filter, and its application to a group."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
 from ramify.core.config import Config
+from ramify.orchestrate.algorithms.base import get_trainable_nodes
 from ramify.trace import Annotation, Trace
 
 
@@ -82,3 +88,90 @@ def apply_filters(
     names = [filter_.config.id for filter_ in filters]
     fired_by_filter = {name: [name in filters_by_trace.get(trace.id, ()) for trace in group] for name in names}
     return FilterResult(remaining, filters_by_trace, tuple(enforced_filters), fired_by_filter)
+
+
+# Detects gibberish: a rare token that was sampled although it was very unlikely.
+
+
+class GibberishConfig(FilterConfig):
+    """Configuration of the gibberish filter."""
+
+    token_id_threshold: int = Field(default=100_000, ge=0)
+    """Token ids above this count as rare: tokenizers number tokens in the order of their merges."""
+    logprob_offset: float = Field(default=2.0, ge=0)
+    """How far the logprob must be below that of a uniform guess, in nats."""
+
+
+class Gibberish(Filter):
+    """Fires on a token id above `token_id_threshold` whose logprob is below −ln V − `logprob_offset`.
+
+    V is the size of the vocabulary.
+    """
+
+    config: GibberishConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+
+    def fires(self, rollout: FilterInput) -> bool:
+        """Return whether the policy sampled a rare token whose logprob is below the limit."""
+        limit = -math.log(rollout.vocab_size) - self.config.logprob_offset
+        logprobs = rollout.trace.graph.logprobs.view
+        if not np.any(logprobs < limit):
+            return False  # most rollouts end here: what follows is slow
+        nodes = rollout.trace.nodes
+        for node in map(nodes.__getitem__, get_trainable_nodes(rollout.trace)):
+            rare = node.token_ids[slice(*node.sampled_span)] > self.config.token_id_threshold
+            if np.any(rare & (node.logprobs < limit)):
+                return True
+        return False
+
+
+# Detects repetition: a model that repeats itself is almost certain of every token.
+
+
+class RepetitionConfig(FilterConfig):
+    """Configuration of the repetition filter."""
+
+    window: int = Field(default=3000, ge=1)
+    """Number of consecutive tokens."""
+    prob_threshold: float = Field(default=0.99, gt=0, lt=1)
+    """Probability that each of them must exceed."""
+
+
+class Repetition(Filter):
+    """Fires on `window` consecutive tokens of one reply, each with a probability above `prob_threshold`."""
+
+    config: RepetitionConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+
+    def fires(self, rollout: FilterInput) -> bool:
+        """Return whether a long run of tokens was sampled almost with certainty."""
+        if rollout.trace.completion_len < self.config.window:
+            return False  # most rollouts end here: what follows is slow
+        limit = math.log(self.config.prob_threshold)
+        nodes = rollout.trace.nodes
+        runs = (_longest_run(nodes[node].logprobs > limit) for node in get_trainable_nodes(rollout.trace))
+        return max(runs, default=0) >= self.config.window
+
+
+def _longest_run(is_confident: npt.NDArray[np.bool_]) -> int:
+    """Return the length of the longest run of True."""
+    edges = np.flatnonzero(np.diff(is_confident, prepend=False, append=False))
+    return int((edges[1::2] - edges[::2]).max(initial=0))
+
+
+# Detects rollouts without a training signal: all attempts at a task earned the same reward.
+
+ZERO_TOLERANCE = 1e-8
+
+
+class ZeroAdvantage(Filter):
+    """Fires if every advantage is zero and no other loss component is trained."""
+
+    def fires(self, rollout: FilterInput) -> bool:
+        """Return whether no annotation of the rollout has an effect."""
+        return not any(_has_effect(annotation) for annotation in rollout.annotations)
+
+
+def _has_effect(annotation: Annotation) -> bool:
+    advantage, ce = annotation.advantage, annotation.ce
+    if isinstance(advantage, int | float) and isinstance(ce, int | float):  # numpy takes ten times as long
+        return abs(advantage) > ZERO_TOLERANCE or ce != 0 or annotation.needs_reference
+    return bool(np.any(np.abs(advantage) > ZERO_TOLERANCE) or np.any(ce) or annotation.needs_reference)

@@ -3,6 +3,6 @@ from .client import WireClient as WireClient
 from .headers import PROTOCOL_VERSION as PROTOCOL_VERSION
 from .loop_monitor import LoopMonitor as LoopMonitor
 from .message import WireMessage as WireMessage
+from .message import WireSettings as WireSettings
 from .server import IncomingRequest as IncomingRequest
 from .server import WireServer as WireServer
-from .settings import WireSettings as WireSettings

@@ -15,8 +15,7 @@ from ramify.processes.wire.client_protocol import ClientProtocol
 from ramify.processes.wire.headers import MAX_BODY_FRAMES, CancelHeader, HeartbeatHeader, RequestHeader
 from ramify.processes.wire.lifecycle import AsyncService
 from ramify.processes.wire.loop_monitor import LoopMonitor
-from ramify.processes.wire.message import WireMessage
-from ramify.processes.wire.settings import WireSettings
+from ramify.processes.wire.message import WireMessage, WireSettings
 from ramify.processes.wire.socket_driver import SocketDriver, open_socket
 from ramify.processes.wire.socket_protocol import ProtocolEvent
 

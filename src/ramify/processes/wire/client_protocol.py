@@ -33,9 +33,8 @@ from ramify.processes.wire.headers import (
     encode_header,
 )
 from ramify.processes.wire.loop_monitor import LoopMonitor
-from ramify.processes.wire.message import WireMessage
+from ramify.processes.wire.message import WireMessage, WireSettings
 from ramify.processes.wire.sequenced_stream import SequencedStream, make_heartbeat
-from ramify.processes.wire.settings import WireSettings
 from ramify.processes.wire.socket_protocol import ProtocolEvent, SocketProtocol
 
 HELLO_INTERVAL = 0.05  # seconds between the first two hellos; doubles up to the heartbeat interval

@@ -12,8 +12,8 @@ import zmq
 
 from ramify.processes.wire.headers import ResendHeader, SequencedHeader, WireHeader
 from ramify.processes.wire.loop_monitor import LoopMonitor
+from ramify.processes.wire.message import WireSettings
 from ramify.processes.wire.sequenced_stream import ACK_EVERY, Frames, SequencedStream, make_heartbeat
-from ramify.processes.wire.settings import WireSettings
 
 ProtocolEvent = tuple[Any, ...]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
 import gc
@@ -10,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +21,7 @@ import zmq
 from pydantic import ValidationError
 
 from ramify import __version__
+from ramify.core.async_calls import cancel_all
 from ramify.core.errors import ConfigInvalid, Failure, RequestInvalid
 from ramify.core.errors.origin import describe_exception
 from ramify.env import Task
@@ -28,7 +30,7 @@ from ramify.infer.gateway import Gateway, Policy
 from ramify.processes.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 from ramify.rollout import Environment, SourceConfig, run_attempt, score_group
 from ramify.rollout.envserver.config import EnvServerConfig
-from ramify.rollout.envserver.heap import HeapTrimmer
+from ramify.rollout.envserver.log import RolloutLog
 from ramify.rollout.envserver.messages import (
     MAX_COUNTED_TASKS,
     AddressUpdate,
@@ -46,11 +48,50 @@ from ramify.rollout.envserver.messages import (
     WorkerSpec,
 )
 from ramify.rollout.envserver.policy import open_policy, set_policy_urls
-from ramify.rollout.envserver.rollout_log import RolloutLog
 from ramify.trace import Episode, Trace, TraceDeltaEncoder, decode_trace, encode_episode
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
+
+# Return the memory of large rollouts to the operating system.
+#
+# A long trace consists of many buffers of a few kilobytes, which glibc allocates on its heap. When they are freed,
+# glibc returns only memory at the top of the heap, so a worker that has run one large rollout would keep its memory
+# forever.
+
+LARGE_ROLLOUT_BYTES = 4 << 20  # size of an encoded rollout from which the heap is trimmed
+TRIM_DELAY = 1.0  # seconds: the response has to be sent first, and several rollouts may end together
+
+
+def find_malloc_trim() -> Callable[[int], int] | None:
+    """Return glibc's `malloc_trim`, or None if the C library has none."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+class HeapTrimmer:
+    """Trims the heap of this process soon after a large rollout. `num_trims` counts the trims."""
+
+    def __init__(self, *, delay: float = TRIM_DELAY) -> None:
+        self._malloc_trim, self._delay = find_malloc_trim(), delay
+        self._trim_task: asyncio.Task[None] | None = None
+        self.num_trims = 0
+
+    def on_rollout_end(self, size: int) -> None:
+        """Schedule a trim if the rollout, `size` bytes when encoded, was large."""
+        if self._malloc_trim is not None and size >= LARGE_ROLLOUT_BYTES and self._trim_task is None:
+            self._trim_task = asyncio.create_task(self._trim_later(self._malloc_trim), name="heap trimmer")
+
+    async def close(self) -> None:
+        """Cancel a scheduled trim."""
+        if self._trim_task is not None:
+            await cancel_all([self._trim_task])
+
+    async def _trim_later(self, trim: Callable[[int], int]) -> None:
+        await asyncio.sleep(self._delay)
+        self._trim_task = None  # a rollout that ends meanwhile schedules the next trim
+        await asyncio.to_thread(trim, 0)
+        self.num_trims += 1
+
 
 ZMQ_LINGER_MS = 2000  # milliseconds to send pending messages at exit
 FILE_THREADS = 64  # threads that read and write files of runtimes and pages of tasks

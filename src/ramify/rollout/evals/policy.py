@@ -20,10 +20,10 @@ from ramify.infer.gateway.policy_connection import connect_policy
 from ramify.model.image_support import find_image_problem
 from ramify.model.resolve import fetch_model, read_max_positions, resolve_model_path
 from ramify.rollout import Environment
+from ramify.rollout.environment import check_prompt_images
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.engine_process import EngineProcess
-from ramify.rollout.evals.task_digest import IMAGE_TIMEOUT
-from ramify.rollout.prompt_image_check import check_prompt_images
+from ramify.rollout.evals.plan import IMAGE_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,30 +2,30 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ramify.core.config import write_toml
+from ramify.core.config import expand_model_name, get_explicit_values, parse_section, write_toml
 from ramify.core.display import choose_api_display, open_display
 from ramify.core.errors import ProviderError
 from ramify.core.interactive import AwaitableResult, run_coroutine
+from ramify.env import Taskset
 from ramify.env.decorators import MISSING_REWARD_ADVICE
-from ramify.rollout import Environment
+from ramify.env.taskset_id import build_taskset_table
+from ramify.rollout import Environment, score_group
 from ramify.rollout.evals.bounds import reward_bounds
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.display import REFRESH_INTERVAL, EvalContent, EvalDisplay
 from ramify.rollout.evals.engine_process import EngineProcess
-from ramify.rollout.evals.eval_input import EvalInput, read_config
-from ramify.rollout.evals.group_scoring import score_pending_groups
-from ramify.rollout.evals.plan import PlannedRollout, find_missing, load_plan
+from ramify.rollout.evals.plan import PlannedRollout, compute_task_digest, find_missing, load_plan
 from ramify.rollout.evals.policy import check_server, check_task_images, fetch_served_model, open_policy
 from ramify.rollout.evals.progress import EvalProgress, group_rewards_by_task
 from ramify.rollout.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.rollout.evals.stats import Estimate, clustered_mean
 from ramify.rollout.evals.summary import build_row, flatten_row
-from ramify.rollout.evals.task_digest import compute_task_digest
 from ramify.rollout.evals.watchdog import Watchdog
 from ramify.run.store import RolloutRecord, RunStore, default_run_name, open_run, wrap_storage_errors
 from ramify.run.store.environments import (
@@ -37,7 +37,55 @@ from ramify.run.store.environments import (
 )
 from ramify.run.store.index import DATABASE_NAME, check_index_file
 from ramify.run.store.run_directory import check_identity
+from ramify.run.store.summary import REVISION_KEY
 from ramify.trace import Trace
+
+# Group rewards: rewards that compare all repetitions of a task.
+#
+# They run after the last rollout, over all valid traces of a task, including those of earlier starts. A group that has
+# grown is scored again.
+
+
+async def score_pending_groups(
+    environment: Environment,
+    store: RunStore,
+    rollouts: Sequence[PlannedRollout],
+    rows: MutableMapping[str, RolloutRecord],
+) -> None:
+    """Score every group that has a rollout without a reward, and replace its rows in `rows` and in the store."""
+    if not environment.hooks.group_rewards:
+        return
+    for _, group in groupby(rollouts, key=lambda rollout: rollout.task_key):
+        valid = [rollout for rollout in group if (row := rows.get(rollout.id)) is not None and row.failure is None]
+        if all(rows[rollout.id].reward is not None for rollout in valid):
+            continue
+        episodes = [store.read_traces(rollout.id) for rollout in valid]
+        await score_group(environment, valid[0].task, [traces[0] for traces in episodes])
+        for rollout, traces in zip(valid, episodes, strict=True):
+            revision = rows[rollout.id].summary[REVISION_KEY]
+            row = build_row(environment, rollout.task_key, rollout.repetition, traces, revision)
+            await store.add_rollout(row, traces)
+            rows[rollout.id] = row
+
+
+# The arguments of `rf.evaluate`.
+
+EvalInput = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
+
+
+def read_config(config_input: EvalInput, settings: Mapping[str, Any]) -> EvalConfig:
+    """Return the configuration given by `config_input`, with the keys of `settings` set in it."""
+    if isinstance(config_input, EvalConfig):
+        if not settings:
+            return config_input
+        config_input = get_explicit_values(config_input)
+    table = expand_model_name(
+        {**(config_input if isinstance(config_input, Mapping) else {"taskset": config_input}), **settings}
+    )
+    if "taskset" in table:
+        table["taskset"] = build_taskset_table(table["taskset"], Path(table.get("output", "outputs")))
+    return parse_section(EvalConfig, table, key="eval")
+
 
 IMPORT_TIMEOUT = 120.0  # seconds to import the environment's code; the boot timeout of a worker is the same
 SOURCE_NAME = ""  # source of all rows of an eval

@@ -1,5 +1,4 @@
 from .base import Harness as Harness
-from .bash import BashHarness as BashHarness
 from .chat import ChatHarness as ChatHarness
 from .config import BashHarnessConfig as BashHarnessConfig
 from .config import ChatHarnessConfig as ChatHarnessConfig
@@ -7,5 +6,6 @@ from .config import ExternalModelConfig as ExternalModelConfig
 from .config import HarnessConfig as HarnessConfig
 from .config import RlmHarnessConfig as RlmHarnessConfig
 from .program import ProgramHarness as ProgramHarness
-from .program_config import ProgramHarnessConfig as ProgramHarnessConfig
+from .program import ProgramHarnessConfig as ProgramHarnessConfig
 from .rlm import RlmHarness as RlmHarness
+from .shell_tools import BashHarness as BashHarness

@@ -9,8 +9,7 @@ model that is a path would confuse them.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from ramify.rollout.harness.program import ProgramHarness
-from ramify.rollout.harness.program_config import ProgramHarnessConfig
+from ramify.rollout.harness.program import ProgramHarness, ProgramHarnessConfig
 
 CODEX_CONFIG = """\
 model = "policy"

@@ -25,7 +25,7 @@ from ramify.core.errors import AgentFailed, ConfigInvalid, SandboxError
 from ramify.env.runtime import Capabilities, ExecResult, ResourceLimits, RuntimeConfig
 from ramify.env.task import Task
 from ramify.rollout.runtime.config import ContainerRuntimeConfig
-from ramify.rollout.runtime.container_capabilities import find_capabilities, find_gateway_problem
+from ramify.rollout.runtime.container_capabilities import build_seccomp_profile, find_capabilities, find_gateway_problem
 from ramify.rollout.runtime.container_engine import (
     MACHINE_LABEL,
     NAME_PREFIX,
@@ -36,10 +36,9 @@ from ramify.rollout.runtime.container_engine import (
     find_abandoned_containers,
     find_engine,
     find_unsupported_reason,
+    open_listener,
 )
-from ramify.rollout.runtime.container_network import open_listener
 from ramify.rollout.runtime.container_process import ContainerProcess
-from ramify.rollout.runtime.container_seccomp import build_seccomp_profile
 from ramify.rollout.runtime.owner import get_machine_id, make_owner_name, remove_abandoned
 from ramify.rollout.runtime.port_forward import PortForward
 from ramify.rollout.runtime.shell_process import KillFunction, ShellProcess

@@ -1,5 +1,6 @@
 """What containers enforce here: it depends on the engine, on its machine, and on the arguments of the configuration."""
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,6 +9,35 @@ from typing import Any
 from ramify.env.runtime import Capabilities, Capability
 from ramify.rollout.runtime.config import ContainerRuntimeConfig
 from ramify.rollout.runtime.container_engine import ContainerEngine, get_engine_info
+
+# The seccomp profile of containers: that of podman, without the sockets that lead out of a container's network.
+#
+# A socket of the family AF_VSOCK reaches the host of a virtual machine whatever network a container has. Docker
+# refuses it from version 23 on; podman's own profile does not, so containers get a copy of that profile which allows
+# only the families below. io_uring and socketcall could open sockets that no filter sees, and are left out.
+
+ALLOWED_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
+REMOVED_CALLS = ("socket", "socketcall", "io_uring_setup", "io_uring_enter", "io_uring_register")
+
+
+def build_seccomp_profile(engine: ContainerEngine) -> str | None:
+    """Return the profile as JSON, None for an engine that brings its own or has none."""
+    path = Path(get_engine_info(engine).get("host", {}).get("security", {}).get("seccompProfilePath", ""))
+    if engine.name != "podman" or not engine.is_local or not path.is_file():
+        return None
+    profile: dict[str, Any] = json.loads(path.read_text())
+    rules: list[dict[str, Any]] = []
+    for rule in profile["syscalls"]:
+        names = [name for name in rule["names"] if name not in REMOVED_CALLS]
+        if names:
+            rules.append({**rule, "names": names})
+    for family in ALLOWED_FAMILIES:
+        condition = {"index": 0, "value": family, "valueTwo": 0, "op": "SCMP_CMP_EQ"}
+        rules.append(
+            {"names": ["socket"], "action": "SCMP_ACT_ALLOW", "args": [condition], "includes": {}, "excludes": {}}
+        )
+    return json.dumps({**profile, "syscalls": rules})
+
 
 SAFE_DOCKER_VERSION = 23
 # Options of `run` that give a container nothing of the machine. Any other one withdraws the isolation.

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from ramify.model.kernels.cpu import c_library, small_gemm
 from ramify.model.kernels.cpu.c_library import CLibraryUnavailable
-from ramify.model.kernels.cpu.small_gemm import MAX_ROWS, SmallGemmDecoderOps
+from ramify.model.kernels.cpu.decoder import MAX_ROWS, SmallGemmDecoderOps
 from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights
 
 HIDDEN, INNER = 96, 160

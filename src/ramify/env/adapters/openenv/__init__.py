@@ -17,8 +17,7 @@ from pydantic import Field, model_validator
 import ramify as rf
 from ramify.core.errors import ConfigInvalid
 from ramify.env.adapters.conversation import PolicyConversation
-from ramify.env.adapters.openenv.server import LocalServer
-from ramify.env.adapters.openenv.session import ActionInvalid, OpenEnvSession
+from ramify.env.adapters.openenv.session import ActionInvalid, LocalServer, OpenEnvSession
 from ramify.env.tasksets.code_tests import extract_code
 
 EVAL_SEED_OFFSET = 1_000_000  # the seeds of the split `eval` begin here

@@ -13,9 +13,8 @@ from typing import Any
 
 import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
-from ramify.env.adapters.packages import import_package
-from ramify.env.adapters.verifiers.environment import VerifiersEnvironment
-from ramify.env.adapters.verifiers.rewards import add_reward_hooks
+from ramify.env.adapters.refusals import import_package
+from ramify.env.adapters.verifiers.environment import VerifiersEnvironment, add_reward_hooks
 
 MAX_CACHED_GROUPS = 256  # whose scores are kept until all hooks have read them
 STATE_KEY = "verifiers"  # in the `info` of a trace

@@ -1,11 +1,88 @@
 """What the taskset needs from an environment of either generation of verifiers."""
 
+import contextlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import ramify as rf
+from ramify.core.errors import ConfigInvalid, EnvironmentFault
+
+# Rows of datasets and states of rollouts as plain data.
+
+
+def to_plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a dataset as plain data. Raises ConfigInvalid, which names the column that cannot be."""
+    plain: dict[str, Any] = {}
+    for name, value in row.items():
+        try:
+            plain[name] = _to_plain(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigInvalid(f"the column {name!r} of the dataset has a {type(value).__name__}: {error}") from error
+    return plain
+
+
+def keep_plain_fields(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a state that are plain data; others are left out."""
+    plain: dict[str, Any] = {}
+    for name, value in state.items():
+        with contextlib.suppress(TypeError, ValueError):
+            plain[name] = _to_plain(value)
+    return plain
+
+
+def _to_plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=_dump_model, allow_nan=False))
+
+
+def _dump_model(value: Any) -> Any:
+    """Return a pydantic model, such as a message of verifiers, as a dict."""
+    if not hasattr(value, "model_dump"):
+        raise TypeError(f"{type(value).__name__} is no plain data")
+    return value.model_dump(mode="json", exclude_none=True)
+
+
+# Rewards and metrics whose names are known only when an environment is loaded, as hooks of a taskset.
+
+SCORES_KEY = "scores"  # the attribute of `state` with the scores by name
+
+
+def add_reward_hooks(taskset: rf.Taskset, weights: Mapping[str, float], *, from_group: bool) -> None:
+    """Give a taskset one hook per name: a metric where the weight is 0, else a reward.
+
+    The hooks of one rollout read `state.scores`; `from_group` makes group rewards, which call `score_traces`.
+    """
+    make_hook = _make_group_hook if from_group else _make_hook
+    hooks = {_get_hook_name(taskset, name): make_hook(name, weight) for name, weight in weights.items()}
+    for hook_name, hook in hooks.items():
+        hook.__name__ = hook_name
+    taskset.__class__ = type(type(taskset).__name__, (type(taskset),), hooks)
+
+
+def _get_hook_name(taskset: rf.Taskset, name: str) -> str:
+    """Return the name of a reward; one that a taskset has already gets a suffix."""
+    return f"{name}_score" if hasattr(taskset, name) else name
+
+
+def _make_hook(name: str, weight: float) -> Callable[..., Any]:
+    def read_score(self: rf.Taskset, state: SimpleNamespace) -> float:
+        scores: dict[str, float] = getattr(state, SCORES_KEY, {})
+        if name not in scores:
+            raise EnvironmentFault(f"the environment returned no score {name!r}; it has {', '.join(scores) or 'none'}")
+        return scores[name]
+
+    return rf.reward(weight=weight)(read_score) if weight else rf.metric(read_score)
+
+
+def _make_group_hook(name: str, weight: float) -> Callable[..., Any]:
+    async def read_scores(self: Any, traces: list[rf.Trace]) -> list[float]:
+        scores = await self.score_traces(traces)
+        return [rollout_scores[name] for rollout_scores in scores]
+
+    return rf.group_reward(weight=weight)(read_scores)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,13 @@ from typing import Any, cast
 import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault, RamifyError
 from ramify.core.errors.origin import describe_exception
-from ramify.env.adapters.packages import import_package
-from ramify.env.adapters.refusals import find_policy_refusal
-from ramify.env.adapters.verifiers.environment import FinishedRollout, VerifiersEnvironment
-from ramify.env.adapters.verifiers.plain_state import keep_plain_fields, to_plain_row
+from ramify.env.adapters.refusals import find_policy_refusal, import_package
+from ramify.env.adapters.verifiers.environment import (
+    FinishedRollout,
+    VerifiersEnvironment,
+    keep_plain_fields,
+    to_plain_row,
+)
 
 TOTAL = "reward"  # the one reward of a rubric whose functions cannot be told apart
 DEFAULT_SAMPLING = ("n", "extra_body")  # what verifiers sets without being asked

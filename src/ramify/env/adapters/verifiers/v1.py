@@ -14,10 +14,8 @@ from typing import Any, cast
 
 import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
-from ramify.env.adapters.packages import import_package
-from ramify.env.adapters.refusals import find_policy_refusal
-from ramify.env.adapters.verifiers.environment import FinishedRollout, VerifiersEnvironment
-from ramify.env.adapters.verifiers.plain_state import keep_plain_fields
+from ramify.env.adapters.refusals import find_policy_refusal, import_package
+from ramify.env.adapters.verifiers.environment import FinishedRollout, VerifiersEnvironment, keep_plain_fields
 
 LOCAL_RUNTIME = {"type": "subprocess"}  # of the agent, instead of a remote sandbox
 UNUSED_KEY_VARIABLE = "RAMIFY_NO_API_KEY"  # the rollout's key is in a header

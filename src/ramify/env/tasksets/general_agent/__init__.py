@@ -18,8 +18,7 @@ from ramify.env.tasksets.general_agent.library import Library
 from ramify.env.tasksets.general_agent.shop import Shop
 from ramify.env.tasksets.general_agent.tickets import Tickets
 from ramify.env.tasksets.general_agent.world import World, WorldCall, WorldGoal
-from ramify.env.tasksets.ranges import RangesConfig
-from ramify.env.tasksets.splits import draw_distinct
+from ramify.env.tasksets.splits import RangesConfig, draw_distinct
 
 SYSTEM = "Do what is asked with the tools, in order and nothing more, then say that it is done."
 

@@ -8,8 +8,7 @@ compiled when a model is loaded; if that is impossible, `CLibraryUnavailable` sa
 import torch
 
 from ramify.model.kernels.cpu.c_library import CLibraryUnavailable as CLibraryUnavailable
-from ramify.model.kernels.cpu.decoder import CompiledDecoderOps
-from ramify.model.kernels.cpu.small_gemm import SmallGemmDecoderOps
+from ramify.model.kernels.cpu.decoder import CompiledDecoderOps, SmallGemmDecoderOps
 from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights
 
 
