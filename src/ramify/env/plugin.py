@@ -11,12 +11,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ramify
 from ramify.core.config import Config, parse_section
 from ramify.core.errors import ConfigInvalid, ConfigProblem
 from ramify.core.errors.origin import describe_exception
@@ -38,84 +40,13 @@ class PluginKind:
         return getattr(importlib.import_module(module), name)
 
 
-PLUGIN_KINDS = {
-    "taskset": PluginKind(
-        "ramify.tasksets",
-        "ramify.env.taskset:Taskset",
-        {
-            "alphabet-sort": "ramify.env.tasksets.alphabet_sort:AlphabetSort",
-            "arithmetic": "ramify.env.tasksets.arithmetic:Arithmetic",
-            "color-codeword": "ramify.env.tasksets.color_codeword:ColorCodeword",
-            "dataset": "ramify.env.tasksets.dataset:Dataset",
-            "general-agent": "ramify.env.tasksets.general_agent:GeneralAgent",
-            "harbor": "ramify.env.tasksets.harbor:Harbor",
-            "repair": "ramify.env.tasksets.repair:Repair",
-            "openenv": "ramify.env.adapters.openenv:OpenEnv",
-            "reasoning-gym": "ramify.env.adapters.reasoning_gym:ReasoningGym",
-            "reverse-text": "ramify.env.tasksets.reverse_text:ReverseText",
-            "swe": "ramify.env.tasksets.swe:Swe",
-            "textarena": "ramify.env.adapters.textarena:TextArena",
-            "verifiers": "ramify.env.adapters.verifiers:Verifiers",
-            "wikispeedia": "ramify.env.tasksets.wikispeedia:Wikispeedia",
-            "wordle": "ramify.env.tasksets.wordle:Wordle",
-        },
-    ),
-    "harness": PluginKind(
-        "ramify.harnesses",
-        "ramify.rollout.harness:Harness",
-        {
-            "bash": "ramify.rollout.harness.shell_tools:BashHarness",
-            "chat": "ramify.rollout.harness.chat:ChatHarness",
-            "claude-code": "ramify.rollout.harness.presets:ClaudeCodeHarness",
-            "codex": "ramify.rollout.harness.presets:CodexHarness",
-            "mini-swe-agent": "ramify.rollout.harness.presets:MiniSweAgentHarness",
-            "opencode": "ramify.rollout.harness.presets:OpencodeHarness",
-            "pi": "ramify.rollout.harness.presets:PiHarness",
-            "program": "ramify.rollout.harness.program:ProgramHarness",
-            "rlm": "ramify.rollout.harness.rlm:RlmHarness",
-            "taskset": "ramify.rollout.harness.taskset:TasksetHarness",
-        },
-    ),
-    "runtime": PluginKind(
-        "ramify.runtimes",
-        "ramify.env.runtime:Runtime",
-        {
-            "container": "ramify.rollout.runtime.container:ContainerRuntime",
-            "hosted": "ramify.rollout.runtime.hosted:HostedRuntime",
-            "local": "ramify.rollout.runtime.local:LocalRuntime",
-            "sandbox": "ramify.rollout.runtime.sandbox:SandboxRuntime",
-        },
-    ),
-    "judge": PluginKind(
-        "ramify.judges",
-        "ramify.env.judge:Judge",
-        {"reference": "ramify.env.judge:ReferenceJudge", "rubric": "ramify.env.judge:RubricJudge"},
-    ),
-    "algorithm": PluginKind(
-        "ramify.algorithms",
-        "ramify.orchestrate.algorithms:Algorithm",
-        {
-            "dr_grpo": "ramify.orchestrate.algorithms.grpo:DrGrpo",
-            "echo": "ramify.orchestrate.algorithms.grpo:Echo",
-            "grpo": "ramify.orchestrate.algorithms.grpo:Grpo",
-            "max_rl": "ramify.orchestrate.algorithms.grpo:MaxRl",
-            "opd": "ramify.orchestrate.algorithms.opd:Opd",
-            "rae": "ramify.orchestrate.algorithms.grpo:Rae",
-            "rloo": "ramify.orchestrate.algorithms.grpo:Rloo",
-            "sft": "ramify.orchestrate.algorithms.opd:Sft",
-            "turn_credit": "ramify.orchestrate.algorithms.turn_credit:TurnCredit",
-        },
-    ),
-    "filter": PluginKind(
-        "ramify.filters",
-        "ramify.orchestrate.filters:Filter",
-        {
-            "gibberish": "ramify.orchestrate.filters.base:Gibberish",
-            "repetition": "ramify.orchestrate.filters.base:Repetition",
-            "zero_advantage": "ramify.orchestrate.filters.base:ZeroAdvantage",
-        },
-    ),
-}
+def _read_plugin_kinds() -> dict[str, PluginKind]:
+    """Return the kinds of plugins from `plugins.toml`, at the top of the package."""
+    tables = tomllib.loads(Path(ramify.__file__).with_name("plugins.toml").read_text())
+    return {kind: PluginKind(**table) for kind, table in tables.items()}
+
+
+PLUGIN_KINDS = _read_plugin_kinds()
 
 
 def build_plugin(kind: str, table: Mapping[str, Any], *, table_key: str | None = None) -> Any:
