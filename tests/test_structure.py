@@ -12,6 +12,7 @@ from tools.structure import (
     find_heavy_imports,
     find_imports,
     find_missing_parts,
+    find_package,
     find_part,
     find_public_names,
     find_repeated_classes,
@@ -129,3 +130,10 @@ def test_a_public_class_name_that_is_used_twice_is_found():
     trees = {"ramify.a": ast.parse("class State: ...\nclass _State: ..."), "ramify.b": ast.parse("class State: ...")}
     assert list(find_repeated_classes(trees)) == ["class State has 2 definitions: ramify.a:1, ramify.b:1"]
     assert not list(find_repeated_classes({"ramify.a": trees["ramify.a"]}))
+
+
+def test_a_package_and_one_below_it_that_import_each_other_are_found():
+    imports, _ = imports_of(a__b__one="import ramify.a.b.c.one", a__b__c__one="import ramify.a.b.two", a__b__two="")
+    modules = ["ramify.a.b.one", "ramify.a.b.two", "ramify.a.b.c.one"]
+    packages = {name: find_package(name, modules) for name in modules}
+    assert list(find_circles(imports, packages)) == ["import circle: a.b <-> a.b.c"]

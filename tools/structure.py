@@ -6,7 +6,8 @@ directly below it, and its own modules together. Four rules are checked on the s
 - Layers: the table in `docs/architecture.md` lists the rooms from the bottom up, and beside each room its parts from
   the bottom up. A room or part may import those before it; the modules of one part may import each other. Imports
   inside functions and for type checkers count too.
-- Circles: no rooms, parts or modules import each other in a circle.
+- Circles: no rooms, parts, packages or modules import each other in a circle. A package is here what it holds itself,
+  without the packages below it.
 - Heavy libraries: only the parts that run models import torch and what is built on it.
 - Class names: a public class has a name of its own in the whole project, so that searching for it finds one thing.
 
@@ -49,11 +50,12 @@ def main(root: Path = ROOT) -> int:
     order = read_order((root / "docs" / "architecture.md").read_text())
     upward = list(find_upward_imports(imports, parts, order))
     room_circles = list(find_circles(imports, rooms))
-    circles = [*find_circles(imports), *find_circles(imports, parts), *room_circles]
+    packages = {module: find_package(module, trees) for module in trees}
+    circles = {*find_circles(imports), *find_circles(imports, packages), *find_circles(imports, parts), *room_circles}
     problems = [
         *find_missing_parts(parts.values(), order),
         *upward,
-        *circles,
+        *sorted(circles),
         *find_heavy_imports(trees, parts),
         *find_repeated_classes(trees),
     ]
@@ -107,6 +109,12 @@ def find_imports(
         for name in dict.fromkeys(names):
             if name in modules and name != module:
                 yield Import(module, name, node.lineno)
+
+
+def find_package(module: str, modules: Iterable[str]) -> str:
+    """Return the package that holds a module; a package holds its `__init__`."""
+    is_package = any(other.startswith(f"{module}.") for other in modules)
+    return (module if is_package else module.rpartition(".")[0]).removeprefix("ramify").removeprefix(".")
 
 
 def find_part(module: str, modules: Iterable[str]) -> str:

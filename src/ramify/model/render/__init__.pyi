@@ -1,13 +1,10 @@
 from .base import BreakReason as BreakReason
 from .base import ParsedReply as ParsedReply
-from .base import ParseProblem as ParseProblem
-from .base import ParseProblemKind as ParseProblemKind
 from .base import PrefixBreak as PrefixBreak
 from .base import RenderedPrompt as RenderedPrompt
 from .base import Renderer as Renderer
 from .base import ReplyConstraint as ReplyConstraint
 from .base import TokenHistory as TokenHistory
-from .base import ToolSchema as ToolSchema
 from .config import FamilyRendererConfig as FamilyRendererConfig
 from .config import RendererConfig as RendererConfig
 from .config import TemplateRendererConfig as TemplateRendererConfig
@@ -16,3 +13,6 @@ from .loader import load_renderer as load_renderer
 from .template import ChatTemplate as ChatTemplate
 from .template_renderer import TemplateRenderer as TemplateRenderer
 from .tokenizer import Tokenizer as Tokenizer
+from .tool_parsers.base import ParseProblem as ParseProblem
+from .tool_parsers.base import ParseProblemKind as ParseProblemKind
+from .tool_parsers.base import ToolSchema as ToolSchema

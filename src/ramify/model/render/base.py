@@ -27,14 +27,12 @@ from ramify.model.images import ImageCache
 from ramify.model.render.outline import ConversationOutline
 from ramify.model.render.prompt_images import PromptImage
 from ramify.model.render.tokenizer import Tokenizer
+from ramify.model.render.tool_parsers.base import ParseProblem, ToolSchema
 from ramify.trace import Media, Message, MessageSpan, PromptMedia
 from ramify.trace.columns import Int32Array
 
 MAX_CACHED_PROMPTS = 64
 NO_MEDIA: Mapping[str, Media] = MappingProxyType({})
-
-ToolSchema = Mapping[str, Any]
-"""A tool as the template gets it: `{"type": "function", "function": {name, description, parameters}}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +72,6 @@ class PrefixBreak:
     def metrics(self) -> dict[str, float]:
         """The values to add to the metrics of a rollout."""
         return {"render/breaks": 1.0, f"render/breaks/{self.reason}": 1.0}
-
-
-class ParseProblemKind(StrEnum):
-    """What is wrong with a part of a reply that could not be parsed."""
-
-    INVALID_JSON = "invalid_json"
-    NO_NAME = "no_name"
-    BAD_ARGUMENTS = "bad_arguments"  # the arguments are not a JSON object
-    UNCLOSED = "unclosed"  # the call never ends
-    BAD_FORM = "bad_form"  # not the syntax of the format
-    UNCLOSED_REASONING = "unclosed_reasoning"
-
-
-@dataclass(frozen=True, slots=True)
-class ParseProblem:
-    """A part of a reply that could not be parsed. Its text stays in the content of the message."""
-
-    kind: ParseProblemKind
-    text: str
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,18 +16,16 @@ from ramify.core.errors import ConfigInvalid, TemplateRefused
 from ramify.model.render.base import (
     BreakReason,
     ParsedReply,
-    ParseProblem,
-    ParseProblemKind,
     PrefixBreak,
     RenderedPrompt,
     Renderer,
     TokenHistory,
-    ToolSchema,
 )
 from ramify.model.render.outline import ConversationOutline
 from ramify.model.render.prompt_images import has_images
 from ramify.model.render.reply_parser import CallIdGenerator
 from ramify.model.render.tokenizer import Tokenizer
+from ramify.model.render.tool_parsers.base import ParseProblem, ParseProblemKind, ToolSchema
 from ramify.trace import Media, Message, MessageSpan, ToolCall
 from ramify.trace.columns import Int32Array
 

@@ -7,10 +7,11 @@ searched for calls, so that a model may think about a call without making it.
 import hashlib
 from collections.abc import Sequence
 
-from ramify.model.render.base import ParsedReply, ParseProblem, ParseProblemKind, RenderedPrompt
+from ramify.model.render.base import ParsedReply, RenderedPrompt
 from ramify.model.render.template_adapter import ReasoningTags
 from ramify.model.render.tokenizer import Tokenizer
 from ramify.model.render.tool_parsers import ToolParser, parse_as_text
+from ramify.model.render.tool_parsers.base import ParseProblem, ParseProblemKind
 from ramify.trace import Message, ToolCall
 from ramify.trace.columns import Int32Array
 

@@ -24,7 +24,6 @@ from ramify.model.render.base import (
     Renderer,
     ReplyConstraint,
     TokenHistory,
-    ToolSchema,
 )
 from ramify.model.render.outline import FILLER_TEXT, ConversationOutline, MessageKind
 from ramify.model.render.prefix_check import PrefixChecker
@@ -38,6 +37,7 @@ from ramify.model.render.template_adapter import TemplateAdapter
 from ramify.model.render.text_layout import MessageExtent, TextLayoutBuilder
 from ramify.model.render.tokenizer import EncodedText, Tokenizer
 from ramify.model.render.tool_parsers import TOOL_PARSERS, detect_tool_format, get_call_syntax
+from ramify.model.render.tool_parsers.base import ToolSchema
 from ramify.trace import Media, Message, MessageSpan, PromptMedia
 
 
@@ -68,7 +68,9 @@ class TemplateRenderer(Renderer):
         self._layout_builder = TextLayoutBuilder(self._adapter, self._separators)
         self._prefix_checker = PrefixChecker(self._adapter)
         self._keeps_history_verbatim = history == "verbatim"
-        self.tool_format = detect_tool_format(template, tokenizer) if tool_format == "auto" else tool_format
+        self.tool_format = (
+            detect_tool_format(template, tokenizer.added_tokens) if tool_format == "auto" else tool_format
+        )
         self._reply_parser = ReplyParser(
             tokenizer,
             self.stop_ids,

@@ -5,8 +5,9 @@ the content, where the model will see it again, and a `ParseProblem` says what i
 `CallSyntax` of a format describes what its parser reads, for replies that must be calls (`render.reply_grammar`).
 """
 
-from ramify.model.render.template import ChatTemplate
-from ramify.model.render.tokenizer import Tokenizer
+from collections.abc import Container
+from typing import Protocol
+
 from ramify.model.render.tool_parsers import hermes, llama3, mistral, qwen_coder
 from ramify.model.render.tool_parsers.base import CallSyntax, ToolParser, ToolParseResult, parse_as_text
 
@@ -30,7 +31,13 @@ TOOL_PARSERS: dict[str, ToolParser] = {
 FORMATS_BY_TAG = {hermes.CALL_START: "hermes", mistral.CALLS_TAG: "mistral", llama3.PYTHON_TAG: "llama-3"}
 
 
-def detect_tool_format(template: ChatTemplate, tokenizer: Tokenizer) -> str:
+class TemplateText(Protocol):
+    """The text of a chat template."""
+
+    def __contains__(self, text: str, /) -> bool: ...
+
+
+def detect_tool_format(template: TemplateText, added_tokens: Container[str]) -> str:
     """Return the format that a template uses, detected from its text, or else from the added tokens."""
     if qwen_coder.FUNCTION_START in template:
         return "qwen-coder"
@@ -39,10 +46,10 @@ def detect_tool_format(template: ChatTemplate, tokenizer: Tokenizer) -> str:
             return tool_format
     if "<|start_header_id|>" in template and "parameters" in template:
         return "llama-3"
-    return next((tool_format for tag, tool_format in FORMATS_BY_TAG.items() if tag in tokenizer.added_tokens), "none")
+    return next((tool_format for tag, tool_format in FORMATS_BY_TAG.items() if tag in added_tokens), "none")
 
 
-def get_call_syntax(tool_format: str, template: ChatTemplate) -> CallSyntax | None:
+def get_call_syntax(tool_format: str, template: TemplateText) -> CallSyntax | None:
     """Return how a format writes calls; None if the model does not call tools."""
     mistral_syntax = mistral.NAMED_SYNTAX if mistral.ARGUMENTS_TAG in template else mistral.LIST_SYNTAX
     syntaxes = {

@@ -2,11 +2,10 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple
-
-from ramify.model.render.base import ParseProblem, ParseProblemKind, ToolSchema
 
 WHITESPACE_RE = re.compile(r"\s*")
 MAX_PROBLEMS = 32
@@ -15,7 +14,30 @@ MAX_PROBLEMS = 32
 Parsing a well-formed call takes time linear in its length. Rejecting a malformed call may take time linear in all text
 after it, so the number of malformed calls is bounded to keep the time for a reply linear.
 """
+ToolSchema = Mapping[str, Any]
+"""A tool as the template gets it: `{"type": "function", "function": {name, description, parameters}}`."""
+
 _decoder = json.JSONDecoder()
+
+
+class ParseProblemKind(StrEnum):
+    """What is wrong with a part of a reply that could not be parsed."""
+
+    INVALID_JSON = "invalid_json"
+    NO_NAME = "no_name"
+    BAD_ARGUMENTS = "bad_arguments"  # the arguments are not a JSON object
+    UNCLOSED = "unclosed"  # the call never ends
+    BAD_FORM = "bad_form"  # not the syntax of the format
+    UNCLOSED_REASONING = "unclosed_reasoning"
+
+
+@dataclass(frozen=True, slots=True)
+class ParseProblem:
+    """A part of a reply that could not be parsed. Its text stays in the content of the message."""
+
+    kind: ParseProblemKind
+    text: str
+    detail: str = ""
 
 
 class RawToolCall(NamedTuple):

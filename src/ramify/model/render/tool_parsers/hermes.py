@@ -5,12 +5,13 @@ The object is parsed as JSON before its closing tag is searched for, because an 
 
 from collections.abc import Sequence
 
-from ramify.model.render.base import ParseProblemKind, ToolSchema
 from ramify.model.render.tool_parsers.base import (
     CallSyntax,
+    ParseProblemKind,
     RawToolCall,
     ToolParseError,
     ToolParseResult,
+    ToolSchema,
     parse_call,
     parse_object,
     parse_tagged,

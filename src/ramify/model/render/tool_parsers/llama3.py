@@ -7,13 +7,14 @@ and only if it has a name.
 import re
 from collections.abc import Sequence
 
-from ramify.model.render.base import ParseProblemKind, ToolSchema
 from ramify.model.render.tool_parsers.base import (
     CallSyntax,
+    ParseProblemKind,
     RawJsonObject,
     RawToolCall,
     ToolParseError,
     ToolParseResult,
+    ToolSchema,
     expect_object,
     parse_as_text,
     parse_call,

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Sequence
 
-from ramify.model.render.base import ParseProblemKind, ToolSchema
 from ramify.model.render.tool_parsers.base import (
     CallSyntax,
+    ParseProblemKind,
     RawToolCall,
     ToolParseError,
     ToolParseResult,
+    ToolSchema,
     expect_object,
     normalize_arguments,
     parse_call,

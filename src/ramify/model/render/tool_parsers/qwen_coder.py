@@ -11,12 +11,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ramify.model.render.base import ParseProblemKind, ToolSchema
 from ramify.model.render.tool_parsers.base import (
     CallSyntax,
+    ParseProblemKind,
     RawToolCall,
     ToolParseError,
     ToolParseResult,
+    ToolSchema,
     parse_tagged,
     skip_whitespace,
 )
