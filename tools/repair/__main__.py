@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from ramify.env.tasksets.repair import case_caller
+from ramify.env.tasksets.repair import case_caller, load_sources
 from tools.repair.arguments import ARGUMENTS
 from tools.repair.mutations import find_edits
 
@@ -56,7 +56,7 @@ def format_bugs(bugs: list[dict[str, Any]]) -> str:
 
 def build_cases(name: str) -> list[Case]:
     """Return the test cases of a module, with the results of the correct module."""
-    module = load_source(name, read_source(name))
+    module = load_source(name, load_sources()[name])
     cases: list[Case] = []
     for function, (important, generate) in ARGUMENTS[name].items():
         rng = random.Random(f"{name} {function}")
@@ -76,7 +76,7 @@ def build_cases(name: str) -> list[Case]:
 
 def find_bugs(name: str, cases: list[Case]) -> list[dict[str, Any]]:
     """Return the bugs of a module that the cases detect, at most `MAX_BUGS_PER_FUNCTION` for each line's function."""
-    source = read_source(name)
+    source = load_sources()[name]
     bugs_of_function: dict[str, list[dict[str, Any]]] = {}
     for edit in find_edits(source):
         results = run_cases(name, edit.apply(source), cases)
@@ -135,11 +135,6 @@ def call_with_limit(module: ModuleType, case: Case) -> dict[str, Any]:
     finally:
         sys.settrace(None)
     return {"endless": True} if num_lines > MAX_LINES else result
-
-
-def read_source(name: str) -> str:
-    """Return the text of a correct module."""
-    return (PACKAGE / "modules" / f"{name}.py").read_text("utf-8")
 
 
 def load_source(name: str, source: str) -> ModuleType:

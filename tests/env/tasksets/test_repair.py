@@ -9,7 +9,7 @@ import pytest
 
 from ramify.core.errors import ConfigInvalid
 from ramify.env.plugin import build_plugin
-from ramify.env.tasksets.repair import Repair, RepairConfig, load_bugs, load_cases, read_source
+from ramify.env.tasksets.repair import Repair, RepairConfig, load_bugs, load_cases, load_sources
 from ramify.env.tasksets.repair.case_caller import call_case
 from ramify.env.tasksets.repair.verification import find_failed_cases, parse_reports
 from ramify.env.tasksets.splits import assign_split
@@ -21,7 +21,7 @@ from tests.rollout.runtime.conftest import skip_unless_available
 from tools.repair.__main__ import load_source
 
 TASK = next(iter(Repair().load()))
-FILE, GOLD = TASK.file, read_source(TASK.module)
+FILE, GOLD = TASK.file, load_sources()[TASK.module]
 TASKSET = {"id": "repair", "timeout": 3}
 ALL_TASKS = [task for split in ("train", "eval") for task in Repair(RepairConfig(split=split)).load()]
 FUNCTIONS = sorted({case["function"] for case in load_cases()[TASK.module]})
@@ -56,7 +56,7 @@ def test_no_task_is_solved_by_an_empty_change():
 
 
 def test_the_gold_file_solves_every_task():
-    assert all(not find_failures(module, read_source(module)) for module in load_cases())
+    assert all(not find_failures(module, load_sources()[module]) for module in load_cases())
 
 
 def test_prompt_shows_fewer_examples_than_there_are_failures():
@@ -217,7 +217,7 @@ async def test_agent_with_a_shell_repairs_the_module():
     bug = next(bug for bug in load_bugs() if bug["text"] == "<" and bug["operator"] == "comparison")
     taskset = {"id": "repair", "split": assign_split(bug["module"]), "timeout": 3}
     source = SourceConfig(taskset=taskset, harness={"id": "bash"}, runtime={"id": "sandbox", "warm_pool_size": 0})
-    env, gold = Environment.load(source), read_source(bug["module"])
+    env, gold = Environment.load(source), load_sources()[bug["module"]]
     buggy = gold[: bug["start"]] + bug["text"] + gold[bug["stop"] :]
     task = next(task for task in env.iter_tasks() if task.source == buggy)
     line = bug["line"] - 1

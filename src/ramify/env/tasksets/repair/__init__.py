@@ -9,6 +9,7 @@ so nothing that the file does there can make a wrong result right.
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -91,7 +92,7 @@ class Repair(rf.Taskset):
 
     async def gold(self, task: RepairTask, runtime: rf.Runtime) -> str:
         """Write the correct file and return the reply of the agent."""
-        await runtime.write(task.file, read_source(task.module))
+        await runtime.write(task.file, load_sources()[task.module])
         return "Fixed."
 
     async def _run_tests(self, task: RepairTask, runtime: rf.Runtime) -> tuple[dict[str, str], int]:
@@ -103,7 +104,7 @@ class Repair(rf.Taskset):
 
 def build_task(bug: dict[str, Any], requires: tuple[Literal["isolation", "private_network"], ...]) -> RepairTask:
     """Return the task of a bug."""
-    source = read_source(bug["module"])
+    source = load_sources()[bug["module"]]
     cases = {case["id"]: case for case in load_cases()[bug["module"]]}
     examples = [_describe_example(cases[example["id"]], example["actual"]) for example in bug["examples"]]
     file = f"{bug['module']}.py"
@@ -135,9 +136,10 @@ def load_cases() -> dict[str, list[dict[str, Any]]]:
 
 
 @cache
-def read_source(module: str) -> str:
-    """Return the correct text of a module."""
-    return (PACKAGE / "modules" / f"{module}.py").read_text("utf-8")
+def load_sources() -> dict[str, str]:
+    """Return the correct text of each module. In the file, a line with its name comes before the text of a module."""
+    text = (PACKAGE / "modules.txt").read_text("utf-8")
+    return dict(re.findall(r"^=== (\w+) ===\n(.*?)(?=^=== |\Z)", text, flags=re.MULTILINE | re.DOTALL))
 
 
 def _describe_example(case: dict[str, Any], actual: dict[str, Any]) -> str:

@@ -1,1 +1,0 @@
-"""The correct modules of the `repair` tasks. Ramify reads them as text; it never imports them."""
