@@ -88,7 +88,7 @@ class StubEnvServer:
             raise self.refusal
         self.finished.append(request_id)
         episode = encode_episode(Episode((make_trace(request_id, 1.0),)))
-        return WireMessage.encode(RolloutResponse(worker=self.name, starts=1), episode)
+        return WireMessage.encode(RolloutResponse(worker=self.name), episode)
 
     async def _addresses(self, request: IncomingRequest) -> WireMessage:
         self.updates.append(request.decode(AddressUpdate))
