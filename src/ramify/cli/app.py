@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from ramify import __version__
+from ramify.cli.heavy_imports import pause_garbage_collection
 from ramify.core.errors import ConfigInvalid, RamifyError
 from ramify.core.names import suggest
 from ramify.core.terminal import escape_output, print_exception
@@ -104,7 +105,8 @@ def _run(argv: list[str], *, owns_process: bool = True) -> int:
         advice = COMMAND_HINTS.get(name, similar)
         raise ConfigInvalid(f"unknown {kind} {name!r}; {advice}")
     try:
-        module = import_module(COMMANDS[name].module)
+        with pause_garbage_collection():
+            module = import_module(COMMANDS[name].module)
         return getattr(module, "run_as_process", module.run)(rest) if owns_process else module.run(rest)
     except ConfigInvalid as error:
         if rest:

@@ -1,7 +1,7 @@
-"""Pauses the garbage collector while torch and transformers are imported.
+"""Pauses the garbage collector while the modules of a command, or torch and transformers, are imported.
 
-The imports create a million objects that stay. Collections that traverse them find nothing, and take a tenth of the
-time of the imports.
+The imports create up to a million objects that stay. Collections that traverse them find nothing, and take a tenth of
+the time of the imports.
 """
 
 import contextlib

@@ -9,6 +9,7 @@ passed as standard output and error.
 """
 
 import contextlib
+import gc
 import os
 import shutil
 import sys
@@ -21,10 +22,10 @@ def main() -> None:
     """Run a worker. Arguments: the temporary directory, and the file descriptors of the report and the spec."""
     temp_dir, report_fd, spec_fd = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     fork_under_watcher(stop_timeout=0.0, cleanup=lambda: _remove_temp_dir(temp_dir))
-    from ramify.rollout.envserver.env_worker import (
-        run_worker,  # imported in the worker only, so that the watcher stays small
-    )
+    gc.disable()  # modules are not garbage, and collections take a seventh of the time
+    from ramify.rollout.envserver.env_worker import run_worker  # in the worker only, so that the watcher stays small
 
+    gc.enable()
     with os.fdopen(spec_fd, "rb") as spec_file:
         spec = spec_file.read()
     os.set_inheritable(report_fd, False)
