@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFailed, StorageFull
+from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import ProcessRole, ProcessState
 from ramify.launch.supervisor import (
     ProcessStatus,
@@ -349,7 +350,8 @@ async def test_stop_signal_saves_a_checkpoint_and_exits_75(tmp_path, number):
 async def test_interrupt_of_a_stopping_run_ends_it_at_once(tmp_path, first):
     lines = []
     leader = build_spec(tmp_path, "orchestrator", IGNORES_SIGTERM, ProcessRole.LEADER)
-    supervisor = Supervisor([leader], max_restarts=0, grace_period=3600.0, print_line=lines.append)
+    launcher = LocalLauncher(stop_timeout=0.2)
+    supervisor = Supervisor([leader], max_restarts=0, grace_period=3600.0, launcher=launcher, print_line=lines.append)
     running = asyncio.create_task(supervisor.run())
     await async_wait_until(lambda: leader.log.exists() and "ignoring" in leader.log.read_text())
     getattr(supervisor, first)()
@@ -377,7 +379,8 @@ async def test_cancelled_supervisor_saves_a_checkpoint(tmp_path):
 async def test_stop_without_checkpoint_ends_after_the_grace_period(tmp_path):
     lines = []
     leader = build_spec(tmp_path, "orchestrator", IGNORES_SIGTERM, ProcessRole.LEADER)
-    supervisor = Supervisor([leader], max_restarts=0, grace_period=0.1, print_line=lines.append)
+    launcher = LocalLauncher(stop_timeout=0.2)
+    supervisor = Supervisor([leader], max_restarts=0, grace_period=0.1, launcher=launcher, print_line=lines.append)
     running = asyncio.create_task(supervisor.run())
     await async_wait_until(lambda: leader.log.exists() and "ignoring" in leader.log.read_text())
     supervisor.request_stop()

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import ProcessRole
 from ramify.launch.supervisor import Supervisor
 from tests.support.processes import IGNORES_SIGTERM, RUNS_FOREVER, build_spec
@@ -33,7 +34,8 @@ def main(directory: Path) -> int:
         build_spec(directory, "trainer", IGNORES_SIGTERM, ProcessRole.FOLLOWER),
         build_spec(directory, "orchestrator", SAVES_CHECKPOINT, ProcessRole.LEADER),
     ]
-    return asyncio.run(Supervisor(specs, max_restarts=1, grace_period=60.0).run()).value
+    launcher = LocalLauncher(stop_timeout=0.5)
+    return asyncio.run(Supervisor(specs, max_restarts=1, grace_period=60.0, launcher=launcher).run()).value
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessS
 from ramify.launch.machine import count_usable_cores, get_usable_memory
 from ramify.launch.ports import HOST, PortReservation
 from ramify.launch.slot_directory import SlotDirectory
-from ramify.processes.child import ChildProcess
+from ramify.processes.child import STOP_TIMEOUT, ChildProcess
 from ramify.processes.log import ProcessLog
 from ramify.processes.prefork import PreforkClient
 from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
@@ -20,10 +20,13 @@ from ramify.run.store import wrap_storage_errors
 
 
 class LocalLauncher:
-    """Starts processes on this machine; those that preload modules are forked from the server of `prefork_client`."""
+    """Starts processes on this machine; those that preload modules are forked from the server of `prefork_client`.
 
-    def __init__(self, *, prefork_client: PreforkClient | None = None) -> None:
-        self._prefork_client = prefork_client
+    A process that is stopped gets SIGKILL `stop_timeout` seconds after SIGTERM.
+    """
+
+    def __init__(self, *, prefork_client: PreforkClient | None = None, stop_timeout: float = STOP_TIMEOUT) -> None:
+        self._prefork_client, self._stop_timeout = prefork_client, stop_timeout
 
     def list_nodes(self) -> list[ClusterNode]:
         """Return this machine."""
@@ -45,8 +48,12 @@ class LocalLauncher:
         self, leases: RoleLeases, placement: Placement | None, *, timeout: float
     ) -> Sequence[ProcessSlot]:
         """Return one slot per rank. This machine runs whatever it is given, so `timeout` is not needed."""
-        client = self._prefork_client
-        return [LocalSlot(has_port=placement is not None, prefork_client=client) for _ in range(leases.num_ranks)]
+        return [
+            LocalSlot(
+                has_port=placement is not None, prefork_client=self._prefork_client, stop_timeout=self._stop_timeout
+            )
+            for _ in range(leases.num_ranks)
+        ]
 
     async def close(self) -> None:
         """Do nothing: the fork server belongs to the caller."""
@@ -66,9 +73,11 @@ class LocalSlot:
         has_port: bool = False,
         prefork_client: PreforkClient | None = None,
         is_detached: bool = False,
+        stop_timeout: float = STOP_TIMEOUT,
     ) -> None:
-        """Reserve a port at `host` if the process needs one; `is_detached` is that of `ChildProcess`."""
-        self.host, self._prefork_client, self._is_detached = host, prefork_client, is_detached
+        """Reserve a port at `host` if the process needs one; `ChildProcess` gets the other options."""
+        self.host, self._prefork_client = host, prefork_client
+        self._is_detached, self._stop_timeout = is_detached, stop_timeout
         self._reservation = PortReservation({"port": f"tcp://{host}:0"} if has_port else {})
         self.port = urlsplit(self._reservation.addresses["port"]).port or 0 if has_port else 0
         self._directory: SlotDirectory | None = None
@@ -103,7 +112,12 @@ class LocalSlot:
         if start.releases_port:
             self._reservation.close()
         ports = {RESERVED_PORTS_VARIABLE: str(self.port)} if self.port and not start.releases_port else {}
-        child = self._child = ChildProcess(start.command, env={**start.env, **ports}, is_detached=self._is_detached)
+        child = self._child = ChildProcess(
+            start.command,
+            env={**start.env, **ports},
+            stop_timeout=self._stop_timeout,
+            is_detached=self._is_detached,
+        )
         if self._lease_end is not None:
             child.set_lease_end(self._lease_end)
         if self._pending_signal is not None:
