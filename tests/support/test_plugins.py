@@ -154,7 +154,7 @@ def test_pytest_alone_runs_unit_tests_on_workers(project):
     _, output = project.pytest()
     assert "2 passed" in output and "PASSED tests/test_tiers.py::test_unit" in output
     assert project.read("worker") == "gw0"
-    _, output = project.pytest("-m", "process or run")
+    _, output = project.pytest("-n", "0", "-m", "process or run")
     assert "2 passed, 2 deselected" in output
 
 
@@ -195,29 +195,38 @@ def test_a_promise_and_a_broken_test_fail_the_run(project):
     assert status == 1 and "2 failed, 1 passed" in output and "repeated" not in output
 
 
-@pytest.mark.parametrize(("workers", "crash"), [("2", "ctypes.string_at(0)"), ("1", "os._exit(0)")])
-def test_a_crashed_worker_fails_the_run_with_the_name_of_its_test(project, workers, crash):
+CRASH = """
+import ctypes, os, pathlib, signal, pytest
+
+pytestmark = pytest.mark.process
+
+def test_before(): pass
+
+def test_crash():
+    child = os.fork()
+    if not child: signal.pause()
+    pathlib.Path("{name}").write_text(str(child))
+    {crash}
+
+def test_after(): pass
+"""
+
+
+def test_a_crashed_worker_fails_the_run_with_the_name_of_its_test(project):
     """A process that the worker has forked lives on: it must not hide the crash.
 
     All other tests run, also those in `infer`, which only one of two workers collects.
     """
     for path in ("infer/test_heavy", "test_1", "test_2"):
         project.write(f"tests/{path}.py", "def test_one(): pass\ndef test_two(): pass\n")
-    project.write(
-        "tests/test_9_crash.py",
-        "import ctypes, os, pathlib, signal, time, pytest\npytestmark = pytest.mark.process\n"
-        "def test_before(): pass\n"
-        "def test_crash():\n"
-        "    child = os.fork()\n"
-        "    if not child: signal.pause()\n"
-        "    pathlib.Path('child').write_text(str(child))\n"
-        f"    {crash}\n"
-        "def test_after(): pass\n",
-    )
-    status, output = project.pytest("-n", workers, "--repeat-failed", "--run-limit", "200", "tests")
-    assert status == 1 and "1 failed, 8 passed" in output
-    assert "crashed while running 'tests/test_9_crash.py::test_crash'" in output
-    wait_until(lambda: not is_running(int(project.read("child"))))
+    crashes = {"segfault": "ctypes.string_at(0)", "exit": "os._exit(0)"}
+    for name, crash in crashes.items():
+        project.write(f"tests/test_9_{name}.py", CRASH.format(name=name, crash=crash))
+    status, output = project.pytest("-n", "2", "--repeat-failed", "--run-limit", "200", "tests")
+    assert status == 1 and "2 failed, 10 passed" in output
+    for name in crashes:
+        assert f"crashed while running 'tests/test_9_{name}.py::test_crash'" in output
+        wait_until(lambda name=name: not is_running(int(project.read(name))))
 
 
 HANG = """
