@@ -66,7 +66,7 @@ num_tasks = 4
 max_turns = 1
 """
 FINISHED_STEPS = 4  # of the finished run
-FAULT_FLAGS = ["--launch.hang_timeout", "12", "--weights.transport", "ipc"]
+FAULT_FLAGS = ["--launch.hang_timeout", "8", "--weights.transport", "ipc"]
 
 
 def command(*args: str) -> list[str]:
