@@ -55,14 +55,13 @@ def test_every_example_has_its_files_and_readme():
         assert {"README.md", "rl.toml", "rl_gpu.toml", "rl_gpu_shared.toml"} <= files
 
 
-def test_dry_run_prints_the_plan_without_heavy_libraries(blocked, tmp_path):
-    args = ["rl", "@", "examples/reverse_text/rl.toml", "-o", str(tmp_path), "--dry-run"]
-    result = subprocess.run(
-        [sys.executable, "-m", "ramify", *args], capture_output=True, text=True, env=blocked, cwd=ROOT
-    )
-    assert (result.returncode, result.stderr) == (0, "")
+@pytest.mark.usefixtures("check_plugins_in_process")
+def test_dry_run_prints_the_plan(tmp_path, capsys):
+    assert main(["rl", "@", str(ROOT / "examples/reverse_text/rl.toml"), "-o", str(tmp_path), "--dry-run"]) == 0
+    output = capsys.readouterr()
     for shown in ("inference: 1 thread", "env/train/reverse", "orchestrator", "trainer", "memory, roughly", "dry run"):
-        assert shown in result.stdout
+        assert shown in output.out
+    assert output.err == ""
     files = {path.name for path in (tmp_path / "reverse-text").rglob("*") if path.is_file()}
     envs = {"env-train-reverse.toml", "env-eval-held-out.toml"}
     assert files == {"config.toml", "plan.txt", "inference.toml", "orchestrator.toml", "trainer.toml", *envs}

@@ -1,20 +1,18 @@
 """Several env servers of one source: they share its load, and one that is lost costs no attempt and no result twice."""
 
 import asyncio
-import socket
 from collections import Counter
 
 import pytest
 
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, ProcessDied
-from ramify.launch.ports import PortReservation
 from ramify.orchestrate import env_server_pool as module
-from ramify.orchestrate.config import TrainSourceConfig
+from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.connected_source import build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.rollout.envserver.messages import AddressUpdate
-from tests.support.env_server import QUICK, StubEnvServer
+from tests.support.env_server import QUICK, StubEnvServer, reserve_address, restart_at
 from tests.support.processes import async_wait_until as until
 from tests.support.proxy import Proxy
 
@@ -23,22 +21,6 @@ TASK = {"prompt": "?"}
 
 def make_pool(*addresses: str, start_timeout: float = 30.0, **options) -> EnvServerPool:
     return EnvServerPool("it", addresses, start_timeout=start_timeout, settings=QUICK, **options)
-
-
-def reserve_address() -> str:
-    """Return an address whose port no outgoing connection takes while its server is restarted."""
-    with PortReservation({"server": "tcp://127.0.0.1:0"}) as reservation:
-        return reservation.addresses["server"]
-
-
-async def restart_at(address: str, name: str, environment: str = "same") -> StubEnvServer:
-    """Return a server for an address whose last listener is still being closed."""
-    while True:
-        try:
-            socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))).close()
-            return StubEnvServer(name, address, environment)
-        except OSError:
-            await asyncio.sleep(0.05)
 
 
 async def run_one(pool: EnvServerPool, id: str) -> str:
@@ -173,6 +155,16 @@ async def test_servers_with_different_environments_are_refused():
             assert (await build_connected_source(source, pool)).num_tasks == 10
         with pytest.raises(EnvironmentChanged, match=f"source it have different environments: .* at {b.address}"):
             await make_pool(a.address, b.address).start()
+
+
+async def test_training_source_without_rewards_is_refused():
+    """The env server was started separately, so the run has not loaded its taskset."""
+    taskset = {"name": "it", "taskset": {"id": "elsewhere"}}
+    async with StubEnvServer() as server, make_pool(server.address) as pool:
+        pool.info.rewards.clear()
+        await build_connected_source(EvalSourceConfig(**taskset), pool)
+        with pytest.raises(ConfigInvalid, match="train source it: its taskset has no reward"):
+            await build_connected_source(TrainSourceConfig(**taskset), pool)
 
 
 async def test_a_server_with_another_environment_that_joins_later_gets_no_attempts():

@@ -32,6 +32,7 @@ from ramify.run.store.summary import REVISION_KEY
 from ramify.trace.version import PolicyVersion
 from tests.rollout.envserver.helpers import wait_until
 from tests.support.engine import ScriptedEngine, reply_cba, run_engine
+from tests.support.env_server import StubEnvServer, reserve_address, restart_at
 
 pytestmark = pytest.mark.process
 
@@ -76,9 +77,9 @@ class ChangingRun:
         taskset = {"id": str(self.directory / "words.py")}
         return {"name": "words", "taskset": taskset, "pool": {"type": "static", "workers": 1}}
 
-    def server(self, address: str | None = None) -> EnvServer:
+    def server(self) -> EnvServer:
         config = {
-            "train": [{**self.source, "address": address}],
+            "train": [self.source],
             "inference": {"engine": "external", "base_url": [self.engine.url]},
             "output": self.directory,
             "shutdown_timeout": 0.1,
@@ -157,18 +158,17 @@ async def test_worker_that_loads_changed_code_is_refused(changing_run):
 
 
 async def test_server_restarted_with_changed_code_gets_no_rollout(changing_run):
-    """The orchestrator keeps running and compares nothing, but every request has the digest of its environment."""
-    async with changing_run.server() as server, AsyncExitStack() as stack:
-        config = changing_run.config(server.address)
-        run = RunContext(config)
-        await run.open(stack)
-        await server.close()
-        changing_run.write_environment(weight=0.5)
-        async with changing_run.server(server.address):
+    """The orchestrator keeps running and compares nothing, but the env server describes its environment again."""
+    async with AsyncExitStack() as stack:
+        async with StubEnvServer(address=reserve_address()) as server:
+            run = RunContext(changing_run.config(server.address))
+            await run.open(stack)
+        async with await restart_at(server.address, "changed", environment="other") as changed:
             with pytest.raises(BaseExceptionGroup) as ended:
                 async with asyncio.timeout(60):
                     await run.dispatcher.run()
         assert ended.group_contains(EnvironmentChanged)
+        assert changed.started == []
 
 
 async def test_wait_for_a_teacher_is_reported(tmp_path, engine, monkeypatch, capsys):
@@ -216,9 +216,8 @@ async def test_report_keeps_what_a_start_that_failed_waited_for(tmp_path):
 
 async def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run, monkeypatch):
     monkeypatch.setattr(startup_report, "REPORT_INTERVAL", 0.05)
-    changing_run.data.unlink()
-    os.mkfifo(changing_run.data)  # `load` blocks until it is written
-    async with changing_run.server() as server, AsyncExitStack() as stack:
+    async with StubEnvServer() as server, AsyncExitStack() as stack:
+        server.may_list.clear()
         config = changing_run.config(server.address)
 
         async def is_reported() -> bool:
@@ -227,7 +226,7 @@ async def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run, mo
 
         opening = asyncio.create_task(RunContext(config).open(stack))
         await wait_until(is_reported, "a report")
-        await asyncio.to_thread(changing_run.data.write_text, WORDS)
+        server.may_list.set()
         await opening
         assert read_snapshot(config.path).waits == []
 

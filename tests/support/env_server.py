@@ -1,9 +1,11 @@
 """An env server without an environment, over real sockets: it answers when it may, and records what it is asked."""
 
 import asyncio
+import socket
 from typing import Any, Self
 
 from ramify.core.errors import RamifyError
+from ramify.launch.ports import PortReservation
 from ramify.processes.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 from ramify.rollout.envserver.messages import (
     AddressUpdate,
@@ -24,13 +26,15 @@ QUICK = WireSettings(heartbeat_interval=0.05, server_timeout=1.0, session_timeou
 class StubEnvServer:
     """One server. Rollouts wait while `may_answer` is not set, and then fail with `refusal`; `health` is its state.
 
-    `started` and `finished` list the ids of rollouts, `updates` the addresses that it was told.
+    Pages of tasks wait while `may_list` is not set. `started` and `finished` list the ids of rollouts, `updates` the
+    addresses that it was told.
     """
 
     def __init__(self, name: str = "stub", address: str = "tcp://127.0.0.1:0", environment: str = "same") -> None:
         self.name, self.health, self.environment = name, "ok", environment
-        self.may_answer = asyncio.Event()
+        self.may_answer, self.may_list = asyncio.Event(), asyncio.Event()
         self.may_answer.set()
+        self.may_list.set()
         self.refusal: RamifyError | None = None
         self.started: list[str] = []
         self.finished: list[str] = []
@@ -76,6 +80,7 @@ class StubEnvServer:
         return WireMessage.encode(health)
 
     async def _tasks(self, request: IncomingRequest) -> WireMessage:
+        await self.may_list.wait()
         page = request.decode(TasksRequest)
         tasks = [TaskItem(str(number), {"prompt": str(number)}) for number in range(page.start, 10)]
         return WireMessage.encode(TaskPage(tasks, end=True))
@@ -93,3 +98,19 @@ class StubEnvServer:
     async def _addresses(self, request: IncomingRequest) -> WireMessage:
         self.updates.append(request.decode(AddressUpdate))
         return WireMessage.encode()
+
+
+def reserve_address() -> str:
+    """Return an address whose port no outgoing connection takes while its server is restarted."""
+    with PortReservation({"server": "tcp://127.0.0.1:0"}) as reservation:
+        return reservation.addresses["server"]
+
+
+async def restart_at(address: str, name: str, environment: str = "same") -> StubEnvServer:
+    """Return a server for an address whose last listener is still being closed."""
+    while True:
+        try:
+            socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))).close()
+            return StubEnvServer(name, address, environment)
+        except OSError:
+            await asyncio.sleep(0.05)

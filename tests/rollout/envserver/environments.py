@@ -89,10 +89,3 @@ def write_output(key: str) -> None:
     logging.getLogger("x").info("logged %s", key)
     print(f"printed {key}")
     subprocess.run(["sh", "-c", f"echo shouted {key} >&2"], check=True)
-
-
-class Unrewarded(rf.Taskset):
-    """A taskset without rewards."""
-
-    def load(self) -> Iterator[rf.Task]:
-        yield rf.Task(prompt="say anything")

@@ -13,11 +13,8 @@ import pytest
 
 from ramify.core.errors import ConfigInvalid, RequestInvalid
 from ramify.env import Task
-from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
-from ramify.orchestrate.connected_source import build_connected_source
-from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.processes.wire import WireMessage
-from ramify.rollout.envserver import EnvServer, EnvServerConfig, env_worker
+from ramify.rollout.envserver import EnvServerConfig, env_worker
 from ramify.rollout.envserver.env_worker import TaskPager
 from tests.rollout.envserver.helpers import make_config, task, wait_until
 
@@ -177,18 +174,3 @@ def test_source_is_selected_by_key_and_unused_options_are_refused():
         EnvServerConfig.model_validate(
             {"train": [{"taskset": {"id": "a"}, "pool": {"type": "static", "multiplex": 3}}], "inference": inference}
         )
-
-
-async def test_training_source_without_rewards_is_refused(engine, tmp_path):
-    """The env server was started separately, so the run has not loaded its taskset."""
-
-    async def connect(kind: type, address: str) -> None:
-        source = kind(name="silent", taskset={"id": "elsewhere"}, address=address)
-        async with EnvServerPool("silent", source.addresses, start_timeout=60.0) as servers:
-            await build_connected_source(source, servers)
-
-    served = make_config(engine.url, tmp_path, cls="Unrewarded", pool={"type": "static", "workers": 1})
-    async with EnvServer(served) as server:
-        await connect(EvalSourceConfig, server.address)
-        with pytest.raises(ConfigInvalid, match="train source silent: its taskset has no reward"):
-            await connect(TrainSourceConfig, server.address)
