@@ -8,8 +8,8 @@ from ramify.core.errors import EnvironmentFault, OperationInvalid
 from ramify.env.tools import Tool
 from ramify.rollout.harness.initial_messages import build_initial_messages
 from ramify.trace import Media, MediaPart, TextPart
-from tests.env.helpers import make_context, run
 from tests.support.images import data_url, make_media
+from tests.support.rollout_context import make_context, run
 
 IMAGE = make_media(8, 8)
 PART = {"type": "image_url", "image_url": {"url": data_url(IMAGE)}}

@@ -7,8 +7,8 @@ import pytest
 
 from ramify.core.errors import ConfigInvalid, JudgeError
 from ramify.env import ChatClientConfig, Judge, Task, chat_client
-from tests.env.helpers import make_context
 from tests.support.engine import ScriptedEngine, run_engine
+from tests.support.rollout_context import make_context
 
 TASK = Task(prompt="What is the capital of Italy?", answer="Rome")
 CRITERIA = [{"name": "right", "text": "names Rome", "weight": 3}, {"name": "short", "text": "is one word"}]

@@ -15,8 +15,8 @@ from ramify.core.config import parse_section
 from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env import McpServerConfig, ToolSet, open_mcp_servers
 from ramify.trace import MediaPart, ToolCall
-from tests.env.helpers import make_context
 from tests.support.images import make_media
+from tests.support.rollout_context import make_context
 
 pytestmark = pytest.mark.process
 

@@ -11,7 +11,7 @@ import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.env import collect_hooks
 from ramify.infer.gateway import Endpoint
-from tests.env.helpers import make_context
+from tests.support.rollout_context import make_context
 
 
 class Everything(rf.Taskset):

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env import Tool, ToolSet, tool
 from ramify.trace import ToolCall
-from tests.env.helpers import make_context, run
+from tests.support.rollout_context import make_context, run
 
 
 class Place(BaseModel):

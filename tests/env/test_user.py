@@ -6,8 +6,8 @@ from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.env import ChatClient, ChatClientConfig, ModelUser, Task, User
 from ramify.infer.gateway import Endpoint
 from ramify.trace import Message
-from tests.env.helpers import make_context
 from tests.support.engine import ScriptedEngine, run_engine
+from tests.support.rollout_context import make_context
 
 
 @pytest.fixture(scope="module")

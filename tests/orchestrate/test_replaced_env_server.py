@@ -19,10 +19,11 @@ from ramify.rollout.envserver import EnvServer
 from ramify.run.store import Ledger, RunStore
 from ramify.run.store.audit import audit
 from ramify.run.store.group_state import GroupState
-from tests.rollout.envserver.helpers import make_config, task, wait_until
 from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 from tests.support.orchestrator import World, open_core
+from tests.support.processes import async_wait_until as wait_until
 from tests.support.proxy import Proxy
+from tests.support.tricky_env_server import make_config, task
 
 pytestmark = [pytest.mark.process, pytest.mark.promise]
 

@@ -30,9 +30,9 @@ from ramify.run.store.environments import ACCEPT_CHANGES_KEY
 from ramify.run.store.group_state import DropReason, GroupState
 from ramify.run.store.summary import REVISION_KEY
 from ramify.trace.version import PolicyVersion
-from tests.rollout.envserver.helpers import wait_until
 from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 from tests.support.env_server import StubEnvServer, reserve_address, restart_at
+from tests.support.processes import async_wait_until as wait_until
 
 pytestmark = pytest.mark.process
 
@@ -158,7 +158,7 @@ async def test_worker_that_loads_changed_code_is_refused(changing_run):
 
 
 async def test_server_restarted_with_changed_code_gets_no_rollout(changing_run):
-    """The orchestrator keeps running and compares nothing, but the env server describes its environment again."""
+    """The orchestrator keeps running and compares nothing, but every request has the digest of its environment."""
     async with AsyncExitStack() as stack:
         async with StubEnvServer(address=reserve_address()) as server:
             run = RunContext(changing_run.config(server.address))

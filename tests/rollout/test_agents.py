@@ -5,8 +5,8 @@ import asyncio
 import ramify as rf
 from ramify.infer.gateway import Gateway
 from ramify.rollout import run_attempt
-from tests.rollout.helpers import TASK, OneTask, error_names, load_env, scripted_policy
 from tests.rollout.test_train_calls import complete
+from tests.support.attempts import TASK, OneTask, error_names, load_env, scripted_policy
 
 
 class Duel(OneTask):

@@ -14,7 +14,7 @@ from ramify.rollout.config import SourceConfig
 from ramify.rollout.harness import Harness, HarnessConfig
 from ramify.rollout.runtime import LocalRuntime
 from ramify.trace import decode_trace, encode_trace
-from tests.rollout.helpers import (
+from tests.support.attempts import (
     TASK,
     OneTask,
     error_names,

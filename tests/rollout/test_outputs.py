@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 import ramify as rf
-from tests.rollout.helpers import OneTask, error_names, load_env, run_one, tool_call
 from tests.rollout.runtime.conftest import skip_unless_available
+from tests.support.attempts import OneTask, error_names, load_env, run_one, tool_call
 
 pytestmark = pytest.mark.process
 

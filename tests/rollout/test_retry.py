@@ -5,7 +5,7 @@ from ramify.core.errors import ProviderError
 from ramify.env import RolloutContext
 from ramify.rollout import repeat_attempt, run_attempt, score_group, score_trace
 from ramify.trace import Trace
-from tests.rollout.helpers import TASK, OneTask, error_names, load_env, run_one, scripted_policy
+from tests.support.attempts import TASK, OneTask, error_names, load_env, run_one, scripted_policy
 
 
 async def run_with_retries(env, script, **options) -> Trace:

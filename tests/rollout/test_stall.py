@@ -16,7 +16,7 @@ from ramify.infer.gateway import TokenPolicy
 from ramify.rollout import run_attempt
 from ramify.rollout.attempt import HarnessTimeout
 from ramify.trace import Trace
-from tests.rollout.helpers import TASK, OneTask, error_names, load_env
+from tests.support.attempts import TASK, OneTask, error_names, load_env
 from tests.support.engine import TINY, Exchange, ScriptedEngine, hang, respond, run_engine
 
 QUICK_CLIENT = ClientConfig(health_interval=0.1, health_timeout=0.5, stall_after=0.4, connect_timeout=1.0)

@@ -3,7 +3,7 @@
 import pytest
 
 import ramify as rf
-from tests.rollout.helpers import OneTask, error_names, load_env, run_one
+from tests.support.attempts import OneTask, error_names, load_env, run_one
 
 pytestmark = pytest.mark.process
 

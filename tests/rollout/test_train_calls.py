@@ -13,7 +13,7 @@ from ramify.orchestrate.algorithms.base import get_trainable_nodes
 from ramify.rollout.evals.trace_view import render_trace_tree
 from ramify.rollout.harness import Harness
 from ramify.trace import Trace, decode_trace, encode_trace
-from tests.rollout.helpers import TASK, OneTask, load_env, run_one, tool_call
+from tests.support.attempts import TASK, OneTask, load_env, run_one, tool_call
 
 BASH = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {}}}}]
 AGENT = {"role": "system", "content": "You are an agent."}

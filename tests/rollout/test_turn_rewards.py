@@ -1,7 +1,7 @@
 """Rewards of single turns: their sum is a reward of the rollout, and the trace keeps each of them."""
 
 import ramify as rf
-from tests.rollout.helpers import OneTask, error_names, load_env, run_one, tool_call
+from tests.support.attempts import OneTask, error_names, load_env, run_one, tool_call
 
 REPLIES = [tool_call("look"), tool_call("look"), "42"]
 

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from typing import Any, Self
 
-from ramify.core.errors import RamifyError
+from ramify.core.errors import EnvironmentChanged, RamifyError
 from ramify.launch.ports import PortReservation
 from ramify.processes.wire import IncomingRequest, WireMessage, WireServer, WireSettings
 from ramify.rollout.envserver.messages import (
@@ -59,10 +59,10 @@ class StubEnvServer:
     async def __aexit__(self, *_: object) -> None:
         await self._server.close()
 
-    async def _info(self, _: IncomingRequest) -> WireMessage:
+    def _build_info(self) -> EnvServerInfo:
         values: dict[str, Any] = {name: {} for name in ("taskset", "harness", "runtime", "sampling", "limits")}
         environment = {"code": {"env.py": self.environment}}
-        info = EnvServerInfo(
+        return EnvServerInfo(
             name="stub",
             version="1",
             model="tiny",
@@ -73,7 +73,9 @@ class StubEnvServer:
             environment=environment,
             **values,
         )
-        return WireMessage.encode(info)
+
+    async def _info(self, _: IncomingRequest) -> WireMessage:
+        return WireMessage.encode(self._build_info())
 
     async def _health(self, _: IncomingRequest) -> WireMessage:
         health = EnvServerHealth(state=self.health, reason="no fuel", running=0, waiting=0, workers=[], deaths=[])
@@ -86,7 +88,10 @@ class StubEnvServer:
         return WireMessage.encode(TaskPage(tasks, end=True))
 
     async def _run(self, request: IncomingRequest) -> WireMessage:
-        request_id = request.decode(RolloutRequest).id
+        rollout = request.decode(RolloutRequest)
+        if rollout.environment not in ("", self._build_info().environment_digest):
+            raise EnvironmentChanged("the run started with another environment")
+        request_id = rollout.id
         self.started.append(request_id)
         await self.may_answer.wait()
         if self.refusal is not None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,10 @@ def list_descendants(pid: int) -> list[psutil.Process]:
 
 def wait_until_ended(*processes: int | psutil.Process) -> None:
     wait_until(lambda: not any(map(is_running, processes)), f"the end of {processes}")
+
+
+async def async_wait_until_ended(processes: Iterable[int | psutil.Process], what: str) -> None:
+    await async_wait_until(lambda: not any(map(is_running, processes)), f"the end of {what}")
 
 
 def kill_tree(pid: int) -> None:

@@ -13,7 +13,7 @@ from ramify.env.adapters.openenv.session import LocalServer
 from ramify.infer.gateway import Gateway
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from tests.env.adapters.openenv_stand_in import StandInServer
-from tests.rollout.helpers import error_names, scripted_policy
+from tests.support.attempts import error_names, scripted_policy
 
 
 @contextlib.asynccontextmanager

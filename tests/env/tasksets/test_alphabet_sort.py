@@ -12,7 +12,7 @@ from ramify.env.tasksets.alphabet_sort import (
     score_reply,
     sort_key,
 )
-from tests.env.tasksets.scripted_agent import get_texts, play
+from tests.support.scripted_agent import get_texts, play
 
 FIRST_TAG, LATER_TAG = "alphabetical_sorted", "combined_alphabetical_sorted"
 TASK = AlphabetSortTask(by="last", turns=(("BobYang", "AnnZeller"), ("CyAdams",)))

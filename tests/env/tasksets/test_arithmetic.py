@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from ramify.core.errors import ConfigInvalid
 from ramify.env.tasksets.answers import extract_boxed, is_same_value
 from ramify.env.tasksets.arithmetic import SENTENCES, Arithmetic, ArithmeticConfig
-from tests.env.tasksets.scripted_agent import play
+from tests.support.scripted_agent import play
 
 
 def solve(story: str) -> int:

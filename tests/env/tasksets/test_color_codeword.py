@@ -12,7 +12,7 @@ from ramify.env.tasksets.color_codeword import (
 )
 from ramify.model.images import decode_image
 from ramify.trace import MediaPart
-from tests.env.tasksets.scripted_agent import play
+from tests.support.scripted_agent import play
 
 TASK = ColorCodewordTask(turns=("AB", "CI", "AA"), answer="ABCIAA")
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from ramify.core.errors import ConfigInvalid
 from ramify.env.tasksets.dataset import BOXED_INSTRUCTIONS, Dataset, DatasetConfig, extract_final_answer
-from tests.env.tasksets.scripted_agent import play
+from tests.support.scripted_agent import play
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} are {2 * n}.\n#### {2 * n}"} for n in range(50)]
 GSM8K = {"prompt_column": "question", "reward": "boxed"}

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ramify.env import plugin
 from ramify.infer.gateway import TokenPolicy
 from ramify.rollout import Environment, SourceConfig, run_attempt
-from tests.env.tasksets.scripted_agent import play
 from tests.support.engine import ScriptedClient
 from tests.support.renderers import renderer
+from tests.support.scripted_agent import play
 
 EXAMPLES = max(4, settings.default.max_examples // 8) if settings.default else 4
 

@@ -11,7 +11,7 @@ from ramify.env.tasksets.general_agent import (
 )
 from ramify.env.tasksets.general_agent.world import ActionRefused, make_call
 from ramify.trace import Message, ToolCall
-from tests.env.tasksets.scripted_agent import get_texts, make_tool_call, play
+from tests.support.scripted_agent import get_texts, make_tool_call, play
 
 WRITES = {
     "shop": {"place_order", "cancel_order", "move_customer"},

@@ -14,7 +14,7 @@ from ramify.env.tasksets.pytest_reports import find_not_passed, parse_outcomes
 from ramify.rollout import Environment, SourceConfig
 from ramify.rollout.runtime import LocalRuntime, LocalRuntimeConfig
 from ramify.rollout.validation import validate_task
-from tests.env.tasksets.box_agent import work
+from tests.support.sandbox_agent import work
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor" / "tasks"
 TASKSET = {"id": "harbor", "path": str(EXAMPLES)}

@@ -15,9 +15,9 @@ from ramify.env.tasksets.repair.verification import find_failed_cases, parse_rep
 from ramify.env.tasksets.splits import assign_split
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.rollout.validation import ScriptedPolicy
-from tests.env.tasksets.box_agent import work
-from tests.env.tasksets.scripted_agent import get_texts, make_tool_call
 from tests.rollout.runtime.conftest import skip_unless_available
+from tests.support.sandbox_agent import work
+from tests.support.scripted_agent import get_texts, make_tool_call
 from tools.repair.__main__ import load_source
 
 TASK = next(iter(Repair().load()))

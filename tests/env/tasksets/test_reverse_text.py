@@ -24,7 +24,7 @@ from ramify.env.tasksets.reversal import (
 )
 from ramify.env.tasksets.reverse_text import ReverseText, ReverseTextConfig
 from ramify.env.tasksets.splits import assign_split
-from tests.env.tasksets.scripted_agent import play
+from tests.support.scripted_agent import play
 
 
 def test_same_config_gives_the_same_texts():

@@ -17,7 +17,7 @@ from ramify.rollout import Environment, SourceConfig
 from ramify.rollout.runtime import LocalRuntime
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
 from ramify.rollout.validation import validate_task
-from tests.env.tasksets.box_agent import work
+from tests.support.sandbox_agent import work
 
 BUGGY = "def add(a, b):\n    return a - b\n"
 FIXED = "def add(a, b):\n    return a + b\n"

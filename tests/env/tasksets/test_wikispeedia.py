@@ -20,7 +20,7 @@ from ramify.env.tasksets.article_graph import (
 from ramify.env.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
 from ramify.model.render import load_renderer
 from ramify.trace import Message
-from tests.env.tasksets.scripted_agent import get_texts, make_tool_call, play
+from tests.support.scripted_agent import get_texts, make_tool_call, play
 
 SMALL = {"num_articles": 24, "num_topics": 4, "max_links": 6, "min_dist": 1, "max_dist": 3, "num_tasks": 40}
 TITLES = "abcdefgh"

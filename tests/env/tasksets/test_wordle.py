@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ramify.core.errors import ConfigInvalid
 from ramify.env.tasksets.wordle import Wordle, WordleConfig, compute_feedback, load_words, parse_guess, play_replies
-from tests.env.tasksets import scripted_agent
+from tests.support import scripted_agent
 
 TASK = next(iter(Wordle().load())).model_copy(update={"answer": "crane"})
 LETTERS = st.text("abc", min_size=5, max_size=5)  # few letters, so that they repeat

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from ramify.rollout.envserver import EnvClient, EnvServer
-from tests.rollout.envserver.helpers import QUICK, make_config, wait_until
 from tests.support.engine import ScriptedEngine, reply_cba, run_engine
+from tests.support.processes import async_wait_until as wait_until
+from tests.support.tricky_env_server import QUICK, make_config
 
 
 @pytest.fixture(scope="package")

@@ -8,8 +8,9 @@ import pytest
 
 from ramify.rollout.envserver import EnvClient, EnvServer
 from ramify.rollout.envserver.messages import AddressUpdate
-from tests.rollout.envserver.helpers import QUICK, make_config, task, wait_until
 from tests.support.engine import ScriptedEngine, hang, reply_cba, run_engine
+from tests.support.processes import async_wait_until as wait_until
+from tests.support.tricky_env_server import QUICK, make_config, task
 
 pytestmark = pytest.mark.process
 

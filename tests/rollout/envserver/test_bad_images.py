@@ -10,9 +10,10 @@ import pytest
 from ramify.rollout.envserver import EnvClient, EnvServer
 from ramify.trace import Media
 from tests.infer.gateway.test_images import BAD_CONTENTS, RED
-from tests.rollout.envserver import image_senders
-from tests.rollout.envserver.helpers import QUICK, make_config, wait_until
+from tests.support import image_sender
 from tests.support.images import data_url
+from tests.support.processes import async_wait_until as wait_until
+from tests.support.tricky_env_server import QUICK, make_config
 
 pytestmark = pytest.mark.process
 
@@ -31,7 +32,7 @@ def run_in_worker(engine, tmp_path, model: str, contents: list) -> tuple[list, l
     """
 
     async def main():
-        taskset = {"id": f"{image_senders.__file__}:ImageSender"}
+        taskset = {"id": f"{image_sender.__file__}:ImageSender"}
         options = {"model": {"name": model}, "served_model": "", "pool": {"type": "static", "workers": 1}}
         config = make_config(engine.url, tmp_path, taskset=taskset, **options)
         server = await EnvServer(config).start()

@@ -17,7 +17,9 @@ from ramify.core.errors import ConfigInvalid, PeerLost, RequestCancelled, Storag
 from ramify.processes import server_process
 from ramify.rollout.envserver import EnvClient
 from ramify.rollout.envserver.server_process import EnvServerProcess
-from tests.rollout.envserver.helpers import QUICK, descendants, make_config, task, wait_until, wait_until_gone
+from tests.support.processes import async_wait_until as wait_until
+from tests.support.processes import async_wait_until_ended, list_descendants
+from tests.support.tricky_env_server import QUICK, make_config, task
 
 pytestmark = pytest.mark.process
 
@@ -63,11 +65,11 @@ async def test_killing_any_process_kills_all_below_it_and_fails_open_requests(en
     assert (tmp_path / "address").read_text().strip() == address
     async with EnvClient(address, settings=QUICK) as client:
         rollouts = await start_shell_rollouts(client, tmp_path)
-        processes = [psutil.Process(int(pid)), *descendants(int(pid))]
+        processes = [psutil.Process(int(pid)), *list_descendants(int(pid))]
         assert len(processes) >= 6  # server, watcher, worker, shells
         parent.kill()
         parent.wait()
-        await wait_until_gone(processes, "the server, its worker and the shells")
+        await async_wait_until_ended(processes, "the server, its worker and the shells")
         for rollout in rollouts:
             with pytest.raises((PeerLost, RequestCancelled, StorageFailed)):
                 await rollout
@@ -77,9 +79,9 @@ async def test_killing_any_process_kills_all_below_it_and_fails_open_requests(en
     child = await EnvServerProcess(config, file).start()
     async with EnvClient(address, settings=QUICK) as client:
         rollouts = await start_shell_rollouts(client, tmp_path)
-        processes = descendants(child.pid)
+        processes = list_descendants(child.pid)
         os.kill(child.pid, signal.SIGKILL)
-        await wait_until_gone(processes, "the worker and the shells")
+        await async_wait_until_ended(processes, "the worker and the shells")
         for rollout in rollouts:
             with pytest.raises(PeerLost, match=r"no message for|forgotten"):
                 await rollout
@@ -89,9 +91,9 @@ async def test_killing_any_process_kills_all_below_it_and_fails_open_requests(en
             assert completed.episode.traces[0].rewards["right"] == (1.0, 1.0)
             # then a stop under load
             rollouts = await start_shell_rollouts(client, tmp_path)
-            processes = descendants(restarted.pid)
+            processes = list_descendants(restarted.pid)
             assert await restarted.stop() == 0
-            await wait_until_gone(processes, "the worker and the shells")
+            await async_wait_until_ended(processes, "the worker and the shells")
             for rollout in rollouts:
                 with pytest.raises((PeerLost, RequestCancelled, StorageFailed)):
                     await rollout

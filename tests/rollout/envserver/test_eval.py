@@ -7,7 +7,7 @@ import pytest
 import ramify as rf
 from ramify.run.store import RunStore
 from ramify.trace import to_json
-from tests.rollout.envserver.helpers import TASKSETS_FILE
+from tests.support.tricky_env_server import TASKSETS_FILE
 
 pytestmark = pytest.mark.process
 

@@ -16,7 +16,8 @@ from ramify.env import Task
 from ramify.processes.wire import WireMessage
 from ramify.rollout.envserver import EnvServerConfig, env_worker
 from ramify.rollout.envserver.env_worker import TaskPager
-from tests.rollout.envserver.helpers import make_config, task, wait_until
+from tests.support.processes import async_wait_until as wait_until
+from tests.support.tricky_env_server import make_config, task
 
 pytestmark = pytest.mark.process
 

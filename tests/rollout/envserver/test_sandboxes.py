@@ -15,7 +15,8 @@ from ramify.core.errors import RamifyError
 from ramify.rollout.envserver import EnvClient, EnvServer
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
 from ramify.rollout.runtime.cgroup import GROUP_PREFIX, find_cgroup_parents
-from tests.rollout.envserver.helpers import QUICK, make_config, task, wait_until
+from tests.support.processes import async_wait_until as wait_until
+from tests.support.tricky_env_server import QUICK, make_config, task
 
 NUM_ROLLOUTS = 200 if os.environ.get("RAMIFY_FULL") else 12
 CONCURRENCY = 32

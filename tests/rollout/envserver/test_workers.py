@@ -18,8 +18,10 @@ from ramify.rollout.envserver import EnvClient, EnvServer
 from ramify.rollout.envserver.log import EnvServerLog
 from ramify.rollout.envserver.messages import WorkerSpec
 from ramify.rollout.envserver.worker_process import WorkerProcess
-from tests.rollout.envserver.helpers import QUICK, make_config, task, wait_until, wait_until_gone
+from tests.support.processes import async_wait_until as wait_until
+from tests.support.processes import async_wait_until_ended
 from tests.support.proxy import Proxy
+from tests.support.tricky_env_server import QUICK, make_config, task
 
 pytestmark = pytest.mark.process
 
@@ -80,7 +82,7 @@ def test_cancelled_rollout_kills_its_shells(shared, tmp_path):
         await wait_until(lambda: len(list_sleeps()) >= 3, "its children")
         tree += list_sleeps()
         await cancel(rollout)
-        await wait_until_gone(tree, "the tree")
+        await async_wait_until_ended(tree, "the tree")
         with pytest.raises((asyncio.CancelledError, RequestCancelled)):
             await rollout
 

@@ -7,8 +7,8 @@ import pytest
 import ramify as rf
 from ramify.core.errors import ConfigInvalid
 from ramify.rollout.harness.config import BASH_SYSTEM_PROMPT
-from tests.rollout.helpers import TASK, OneTask, error_names, list_messages, load_env, run_one, tool_call
 from tests.rollout.runtime.conftest import RUNTIMES, skip_unless_available
+from tests.support.attempts import TASK, OneTask, error_names, list_messages, load_env, run_one, tool_call
 
 pytestmark = pytest.mark.process
 

@@ -8,7 +8,7 @@ import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.rollout.harness.initial_messages import build_initial_messages, join_prompt_text
 from ramify.trace import Media, MediaPart, TextPart
-from tests.rollout.helpers import (
+from tests.support.attempts import (
     TASK,
     OneTask,
     error_names,

@@ -15,7 +15,7 @@ from ramify.rollout import run_attempt
 from ramify.rollout.harness.chat import CONTINUE_REQUEST, EMPTY_SUMMARY, OMITTED_RESULT
 from ramify.rollout.validation import ScriptedPolicy
 from ramify.trace import Message, ToolCall, Trace, decode_trace, encode_trace
-from tests.rollout.helpers import TASK, OneTask, list_messages, load_env, tool_call
+from tests.support.attempts import TASK, OneTask, list_messages, load_env, tool_call
 from tests.support.engine import ScriptedClient, check_tokens
 from tests.support.renderers import renderer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify.infer.gateway import Gateway
-from tests.rollout.helpers import OneTask, load_env, run_one
+from tests.support.attempts import OneTask, load_env, run_one
 
 pytestmark = pytest.mark.process
 

@@ -16,8 +16,8 @@ from ramify.orchestrate.config import RunConfig
 from ramify.rollout import Environment
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
 from ramify.trace import Trace
-from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one
 from tests.rollout.runtime.conftest import build_runtime_table, skip_unless_available
+from tests.support.attempts import OneTask, error_names, list_messages, load_env, run_one
 
 pytestmark = pytest.mark.process
 

@@ -8,7 +8,7 @@ import pytest
 import ramify as rf
 from ramify.infer.gateway import Gateway
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
-from tests.rollout.helpers import OneTask, load_env, run_one_async
+from tests.support.attempts import OneTask, load_env, run_one_async
 
 pytestmark = [
     pytest.mark.process,

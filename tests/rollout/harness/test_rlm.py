@@ -10,8 +10,8 @@ from ramify.rollout import Environment, SourceConfig
 from ramify.rollout.harness.rlm import extract_final
 from ramify.run.store import RolloutRecord, RunStore
 from ramify.trace import AnnotatedTrace, Annotation, build_forest
-from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one, tool_call
 from tests.rollout.runtime.conftest import skip_unless_available
+from tests.support.attempts import OneTask, error_names, list_messages, load_env, run_one, tool_call
 
 pytestmark = pytest.mark.process
 

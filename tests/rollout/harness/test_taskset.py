@@ -5,8 +5,8 @@ import pytest
 import ramify as rf
 from ramify.core.errors import ConfigInvalid
 from ramify.infer.gateway import Gateway
-from tests.rollout.helpers import OneTask, error_names, list_messages, load_env, run_one
 from tests.rollout.test_train_calls import complete
+from tests.support.attempts import OneTask, error_names, list_messages, load_env, run_one
 
 
 class TwoCalls(OneTask):

@@ -17,8 +17,8 @@ from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
 from ramify.rollout.runtime.sandbox_channel import create_sealed_file
 from ramify.trace import Trace
-from tests.rollout.helpers import OneTask, error_names, load_env, run_one_async
 from tests.rollout.runtime.conftest import open_runtime, skip_unless_available
+from tests.support.attempts import OneTask, error_names, load_env, run_one_async
 
 pytestmark = [pytest.mark.process, pytest.mark.promise]
 

@@ -1,18 +1,13 @@
-"""Configs, tasks and waits for the tests of env servers."""
+"""Configs and tasks of env servers with the taskset `Tricky`."""
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ramify.processes.wire import WireSettings
 from ramify.rollout.envserver import EnvServerConfig
-from tests.rollout.envserver import environments
+from tests.support import tricky_taskset
 
-TASKSETS_FILE = environments.__file__
+TASKSETS_FILE = tricky_taskset.__file__
 QUICK = WireSettings(heartbeat_interval=0.2, server_timeout=3.0)
 STATIC = {"type": "static", "workers": 2}
 
@@ -43,32 +38,3 @@ def make_config(url: str, tmp_path: Path, *, cls: str = "Tricky", **options: Any
 
 def task(number: int, **options: Any) -> dict[str, Any]:
     return {"prompt": f"say {number}", "key": f"task-{number}", "number": number, **options}
-
-
-async def wait_until(
-    condition: Callable[[], bool] | Callable[[], Awaitable[bool]], what: str, seconds: float = 60.0
-) -> None:
-    """Wait until a condition that depends on other processes is true."""
-    deadline = time.monotonic() + seconds
-    while True:
-        outcome = condition()
-        if outcome if isinstance(outcome, bool) else await outcome:
-            return
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
-        await asyncio.sleep(0.02)
-
-
-def descendants(pid: int) -> list[psutil.Process]:
-    """Return all processes that a process started, directly or not."""
-    return psutil.Process(pid).children(recursive=True)
-
-
-async def wait_until_gone(processes: list[psutil.Process], what: str) -> None:
-    await wait_until(lambda: not [process for process in processes if is_alive(process)], f"{what} to be gone")
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

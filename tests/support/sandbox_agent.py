@@ -1,4 +1,4 @@
-"""An agent that does without a model what a test says: it writes files into its box and runs a command there."""
+"""An agent that does without a model what a test says: it writes files into its sandbox and runs a command there."""
 
 import asyncio
 from itertools import islice
@@ -8,13 +8,13 @@ from ramify.rollout.harness import Harness, HarnessConfig
 from ramify.rollout.validation import ScriptedPolicy
 
 
-class BoxAgentConfig(HarnessConfig):
+class SandboxAgentConfig(HarnessConfig):
     files: dict[str, str] = {}
     command: str = ""
 
 
-class BoxAgent(Harness):
-    config: BoxAgentConfig
+class SandboxAgent(Harness):
+    config: SandboxAgentConfig
 
     async def run(self, context, session, tools, user, stop_hooks):
         for path, text in self.config.files.items():
@@ -27,7 +27,7 @@ class BoxAgent(Harness):
 
 async def work(taskset, *, kind="local", files=None, command="", index=0, **source):
     """Return the trace of an agent that writes these files and runs this command on one task."""
-    agent = {"id": "tests.env.tasksets.box_agent:BoxAgent", "files": files or {}, "command": command}
+    agent = {"id": "tests.support.sandbox_agent:SandboxAgent", "files": files or {}, "command": command}
     runtime = {
         "id": kind,
         "warm_pool_size": 0,
