@@ -7,7 +7,6 @@ import pytest
 
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, ProcessDied
-from ramify.orchestrate import env_server_pool as module
 from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.connected_source import build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
@@ -134,17 +133,16 @@ async def test_every_server_is_told_the_addresses_before_it_gets_attempts_and_af
             assert await run_one(pool, "x") == "second"
 
 
-async def test_start_needs_one_server_and_fails_at_once_if_none_can_come_up(monkeypatch):
-    monkeypatch.setattr(module, "STRAGGLER_TIMEOUT", 0.1)
+async def test_start_needs_one_server_and_fails_at_once_if_none_can_come_up():
     async with StubEnvServer("a") as a, StubEnvServer("b") as b:
         b.health = "broken"
         with pytest.raises(ProcessDied, match="the env server of source it has no worker: no fuel"):
             await make_pool(b.address, start_timeout=60.0).start()
-        async with make_pool(a.address, b.address, start_timeout=60.0) as pool:
+        async with make_pool(a.address, b.address, start_timeout=60.0, straggler_timeout=0.1) as pool:
             assert [server.address for server in pool.up_servers] == [a.address]
             b.health = "ok"
             await until(lambda: len(pool.up_servers) == 2)
-        async with make_pool("tcp://127.0.0.1:1", a.address, start_timeout=60.0) as pool:
+        async with make_pool("tcp://127.0.0.1:1", a.address, start_timeout=60.0, straggler_timeout=0.1) as pool:
             assert await run_one(pool, "x") == "a"
 
 

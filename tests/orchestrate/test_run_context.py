@@ -15,7 +15,6 @@ from ramify.core.async_calls import cancel_all
 from ramify.core.errors import EnvironmentChanged, PeerLost
 from ramify.launch.completion import prepare_run_directory
 from ramify.launch.last_state import read_startup_wait
-from ramify.orchestrate import startup_report
 from ramify.orchestrate.address_book import write_addresses
 from ramify.orchestrate.background import measure_env_servers
 from ramify.orchestrate.config import RunConfig
@@ -171,8 +170,7 @@ async def test_server_restarted_with_changed_code_gets_no_rollout(changing_run):
         assert changed.started == []
 
 
-async def test_wait_for_a_teacher_is_reported(tmp_path, engine, monkeypatch, capsys):
-    monkeypatch.setattr(startup_report, "REPORT_INTERVAL", 0.05)
+async def test_wait_for_a_teacher_is_reported(tmp_path, engine, capsys):
     teacher = {"algorithm": {"id": "opd"}, "teacher": "teacher", "address": "tcp://127.0.0.1:1"}
     source = {"name": "words", "taskset": {"id": "reverse-text"}, **teacher}
     table = {
@@ -190,7 +188,7 @@ async def test_wait_for_a_teacher_is_reported(tmp_path, engine, monkeypatch, cap
         return text == "the orchestrator waits for models.teacher at http://127.0.0.1:9, up to 60 s"
 
     async with AsyncExitStack() as stack:
-        opening = asyncio.create_task(RunContext(config).open(stack))
+        opening = asyncio.create_task(RunContext(config, report_interval=0.05).open(stack))
         await wait_until(is_reported, "a report")
         await cancel_all([opening])
     assert capsys.readouterr().out.count("waiting for models.teacher at http://127.0.0.1:9: ") == 1
@@ -214,8 +212,7 @@ async def test_report_keeps_what_a_start_that_failed_waited_for(tmp_path):
         assert read_snapshot(config.path).waits == []
 
 
-async def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run, monkeypatch):
-    monkeypatch.setattr(startup_report, "REPORT_INTERVAL", 0.05)
+async def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run):
     async with StubEnvServer() as server, AsyncExitStack() as stack:
         server.may_list.clear()
         config = changing_run.config(server.address)
@@ -224,7 +221,7 @@ async def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run, mo
             text = await read_startup_wait(config.path, earlier=None)
             return text == "the orchestrator waits for the tasks of words"
 
-        opening = asyncio.create_task(RunContext(config).open(stack))
+        opening = asyncio.create_task(RunContext(config, report_interval=0.05).open(stack))
         await wait_until(is_reported, "a report")
         server.may_list.set()
         await opening

@@ -35,7 +35,8 @@ class EnvServerPool(AsyncService):
 
     `get_update` returns the addresses of inference servers that all env servers should know; None if those of their
     configuration are right. `on_lost` gets a failure for each server that is lost or has another environment than the
-    others. `start_timeout` is the seconds that `start` waits for a server, and a request if there is none.
+    others. `start_timeout` is the seconds that `start` waits for a server, and a request if there is none; once one is
+    up, `start` waits `straggler_timeout` seconds for the others.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class EnvServerPool(AsyncService):
         get_update: Callable[[], AddressUpdate | None] = lambda: None,
         on_lost: Callable[[Failure], None] = lambda _: None,
         settings: WireSettings | None = None,
+        straggler_timeout: float = STRAGGLER_TIMEOUT,
     ) -> None:
         self.name, self._secret, self._settings, self.start_timeout = name, secret, settings, start_timeout
-        self._get_update, self._on_lost = get_update, on_lost
+        self._get_update, self._on_lost, self._straggler_timeout = get_update, on_lost, straggler_timeout
         self.servers = [ConnectedEnvServer(address) for address in dict.fromkeys(addresses)]
         self._servers_by_rollout: dict[str, ConnectedEnvServer] = {}
         self._watch_tasks: WatchTasks[ConnectedEnvServer] = WatchTasks()
@@ -204,7 +206,7 @@ class EnvServerPool(AsyncService):
         deadline = time.monotonic() + self.start_timeout
         while not self.servers or any(server.is_pending for server in self.servers):
             if self.up_servers:
-                deadline = min(deadline, time.monotonic() + STRAGGLER_TIMEOUT)
+                deadline = min(deadline, time.monotonic() + self._straggler_timeout)
             self._checked.clear()
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):

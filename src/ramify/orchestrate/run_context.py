@@ -33,7 +33,7 @@ from ramify.orchestrate.plugins import RunPlugins, build_source_mix, load_plugin
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.reference_scores import ReferenceScorer, ScoreModel
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
-from ramify.orchestrate.startup_report import StartupReport
+from ramify.orchestrate.startup_report import REPORT_INTERVAL, StartupReport
 from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.weight_updates import WeightUpdater
@@ -79,6 +79,8 @@ class RunContext:
         config: RunConfig,
         on_metrics: LogMetrics | None = None,
         patience_settings: PatienceSettings = DEFAULT_PATIENCE,
+        *,
+        report_interval: float = REPORT_INTERVAL,
     ) -> None:
         if not isinstance(config.inference, ExternalConfig):
             raise ConfigInvalid(
@@ -94,7 +96,7 @@ class RunContext:
                     f"models.{name}.base_url: the orchestrator does not start an engine; set its address"
                 )
         self.config, self.inference, self._on_metrics = config, config.inference, on_metrics
-        self.patience_settings = patience_settings
+        self.patience_settings, self._report_interval = patience_settings, report_interval
         self.policy = Path(config.model.name).name
         self.started_at = time.time()
         self.stop_requested = asyncio.Event()
@@ -110,7 +112,9 @@ class RunContext:
         stack.callback(self.store.close)
         self.ledger, self.run_log = Ledger.open(self.store), RunLog(self.store)
         self.replicator = await self._open_replicator()
-        self._startup_report = StartupReport(config, self.run_log, self.ledger.progress().committed)
+        self._startup_report = StartupReport(
+            config, self.run_log, self.ledger.progress().committed, interval=self._report_interval
+        )
         self.progress = RunProgress(self.run_log, self._on_metrics)
         timeout = config.launch.startup_timeout
         client_config, version = ClientConfig(server_wait_timeout=timeout), PolicyVersion(self.policy)

@@ -14,14 +14,20 @@ from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.snapshot import OrchestratorState, write_snapshot
 from ramify.run.store.run_log import RunLog
 
-REPORT_INTERVAL = 5.0  # seconds until a wait is reported, and between snapshots of it
+REPORT_INTERVAL = 5.0  # seconds
 
 
 class StartupReport:
-    """The waits of an orchestrator that starts. `committed` is the step at which it starts."""
+    """The waits of an orchestrator that starts.
 
-    def __init__(self, config: RunConfig, run_log: RunLog, committed: int) -> None:
-        self._config, self._run_log, self._committed = config, run_log, committed
+    `committed` is the step at which it starts. A wait is reported after `interval` seconds, and its snapshot is written
+    again after each further interval.
+    """
+
+    def __init__(
+        self, config: RunConfig, run_log: RunLog, committed: int, *, interval: float = REPORT_INTERVAL
+    ) -> None:
+        self._config, self._run_log, self._committed, self._interval = config, run_log, committed, interval
 
     @contextlib.asynccontextmanager
     async def waiting_for(self, what: str, timeout: float | None = None) -> AsyncGenerator[None]:
@@ -40,7 +46,7 @@ class StartupReport:
     async def _report(self, what: str, timeout: float | None) -> None:
         started_at, is_logged = time.monotonic(), False
         while True:
-            await asyncio.sleep(REPORT_INTERVAL)
+            await asyncio.sleep(self._interval)
             seconds = time.monotonic() - started_at
             self._write_snapshot(_describe_wait(what, seconds, timeout))
             if not is_logged:
