@@ -27,10 +27,8 @@ from ramify.run.fencing.token import FencingToken
 from ramify.run.store.run_writer import is_disk_full, to_storage_error
 from ramify.train.checkpoint_manifest import (
     MANIFEST_FILE,
-    METADATA_FILE,
     CheckpointManifest,
     FileRecord,
-    MetadataReader,
     checksum_files,
     compute_manifest_digest,
     find_committed_checkpoint,
@@ -41,6 +39,7 @@ from ramify.train.checkpoint_manifest import (
     parse_checkpoint_name,
     verify_checkpoint,
 )
+from ramify.train.checkpoint_metadata import METADATA_FILE, MetadataReader
 from ramify.train.distributed import Ranks
 from ramify.train.trainer import Trainer
 

@@ -31,12 +31,12 @@ from ramify.trace.version import PolicyVersion
 from ramify.train.checkpoint import ignore_single_process_warning
 from ramify.train.checkpoint_manifest import (
     CHECKPOINTS_DIR,
-    MetadataReader,
     find_committed_checkpoint,
     list_completed_steps,
     list_saved_steps,
     verify_checkpoint,
 )
+from ramify.train.checkpoint_metadata import MetadataReader
 from ramify.train.config import TrainerConfig
 from ramify.train.lora import ADAPTER_NAME, BASE_LAYER_SUFFIX, build_peft_config, is_adapter_weight, merge_adapter
 from ramify.train.weights_directory import WEIGHTS_DIR
