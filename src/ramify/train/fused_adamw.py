@@ -29,6 +29,14 @@ def _block_pointers(table_row, column, start, BLOCK: tl.constexpr, dtype: tl.con
 
 
 @triton.jit
+def _round_to_bfloat16(values):
+    """Round float32 to bfloat16, ties away from zero."""
+    high_bits = (values.to(tl.int32, bitcast=True) + 0x8000) >> 16
+    high_bits = tl.where(values == values, high_bits, 0x7FC0)
+    return high_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _update_block(
     masters, model_params, exp_avg, exp_avg_sq, gradients, mask, scale, lr, inv_sqrt_correction2, decay,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
@@ -40,7 +48,7 @@ def _update_block(
     p -= decay * p
     p -= lr * m / (tl.sqrt(v) * inv_sqrt_correction2 + EPS)
     tl.store(masters, p, mask)
-    tl.store(model_params, p.to(tl.bfloat16), mask)
+    tl.store(model_params, _round_to_bfloat16(p), mask)
     tl.store(exp_avg, m, mask)
     tl.store(exp_avg_sq, v, mask)
 

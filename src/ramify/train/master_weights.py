@@ -1,9 +1,9 @@
 """float32 master weights for a model that computes in bfloat16.
 
-The model computes with rounded copies. Gradients of several packs are summed at the master weights in float32, so that
-rounding loses neither small updates nor contributions of many packs. The gradients of a single pack stay in the model's
-dtype until they are needed. In float32, and under FSDP, which keeps its own master weights, the master weights are the
-model's parameters.
+The model computes with rounded copies; ties are rounded away from zero. Gradients of several packs are summed at the
+master weights in float32, so that rounding loses neither small updates nor contributions of many packs. The gradients
+of a single pack stay in the model's dtype until they are needed. In float32, and under FSDP, which keeps its own master
+weights, the master weights are the model's parameters.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,12 @@ from torch import Tensor, nn
 _foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _foreach_add: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 _foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+
+
+def round_to_bfloat16(values: Tensor) -> Tensor:
+    """Round float32 to bfloat16, ties away from zero; torch rounds ties to even."""
+    high_bits = (values.view(torch.int32) + 0x8000) >> 16
+    return high_bits.to(torch.int16).view(torch.bfloat16).masked_fill(values.isnan(), torch.nan)
 
 
 class MasterWeights:
@@ -31,7 +37,7 @@ class MasterWeights:
                 self._pairs[name] = (parameter, parameter)
             else:
                 master = nn.Parameter(parameter.data.float())
-                parameter.data = parameter.data.to(dtype)
+                parameter.data = round_to_bfloat16(master.data)
                 self._pairs[name] = (master, parameter)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -102,5 +108,5 @@ class MasterWeights:
     @torch.no_grad()
     def copy_to_model(self) -> None:
         """Round the master weights into the model."""
-        if copies := self.model_copies():
-            _foreach_copy(list(copies.values()), list(copies))
+        for master, model_param in self.model_copies().items():
+            model_param.copy_(round_to_bfloat16(master))

@@ -39,6 +39,7 @@ from ramify.train.checkpoint_manifest import (
 from ramify.train.checkpoint_metadata import MetadataReader
 from ramify.train.config import TrainerConfig
 from ramify.train.lora import ADAPTER_NAME, BASE_LAYER_SUFFIX, build_peft_config, is_adapter_weight, merge_adapter
+from ramify.train.master_weights import round_to_bfloat16
 from ramify.train.weights_directory import WEIGHTS_DIR
 
 MASTER_PREFIX = "model/model."  # of the keys of master weights in a checkpoint
@@ -148,6 +149,8 @@ def _build_tensors(checkpoint: Path, base_model: Path, trainer: TrainerConfig, d
         stem, matrix = name.removesuffix(".weight"), masters.get(name, tensor.detach())
         if f"{stem}.lora_A.{ADAPTER_NAME}.weight" in adapters:
             matrix = merge_adapter(f"{stem}{BASE_LAYER_SUFFIX}.weight", matrix, adapters, scaling)
+        elif name in masters and dtype == torch.bfloat16:
+            matrix = round_to_bfloat16(matrix)
         tensors[name] = matrix.to(dtype)
     return tensors
 

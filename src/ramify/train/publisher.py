@@ -204,17 +204,19 @@ class WeightPublisher:
 def iter_merged_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the full weights by their names in the base model, with adapters merged.
 
-    Master weights are used where there are any. Every rank must iterate to the end, because a sharded weight is
-    gathered when it is reached.
+    They are the tensors that the model computes with, so that engines compute with the same. The product of adapters is
+    that of their master weights. Every rank must iterate to the end, because a sharded weight is gathered when it is
+    reached.
     """
-    masters = {
-        name.removeprefix("model."): master.detach() for name, master in trainer.master_weights.named_parameters()
+    adapters = {
+        name.removeprefix("model."): gather_full_tensor(master.detach())
+        for name, master in trainer.master_weights.named_parameters()
+        if is_adapter_weight(name)
     }
-    adapters = {name: gather_full_tensor(value) for name, value in masters.items() if is_adapter_weight(name)}
     lora = trainer.config.lora
     with torch.no_grad():
         for name, tensor in get_untied_tensors(trainer.policy.model).items():
             if not is_adapter_weight(name):
-                matrix = gather_full_tensor(masters.get(name, tensor.detach()))
+                matrix = gather_full_tensor(tensor.detach())
                 base_name = name.replace(BASE_LAYER_SUFFIX, "")  # the name it had before it got an adapter
                 yield base_name, merge_adapter(name, matrix, adapters, lora.alpha / lora.rank)
