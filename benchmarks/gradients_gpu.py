@@ -147,10 +147,7 @@ def make_float32_copy(trainer: Trainer, model: Any) -> Trainer:
 
 def compute_gradient(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
     trainer.forward_backward(Batch.from_packs(0, packs))
-    trainer.master_weights.upcast_gradients()
-    return torch.cat(
-        [master.grad.flatten() for master in trainer.master_weights.parameters() if master.grad is not None]
-    )
+    return torch.cat([gradient.float().flatten() for gradient in trainer.master_weights.gradients().values()])
 
 
 def relative_distances(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:

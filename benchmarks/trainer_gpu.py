@@ -170,13 +170,12 @@ def measure_parts(trainer: Trainer, packs: list[Forest]) -> dict[str, float]:
     hooks = [decoder.register_forward_pre_hook(before_layers), decoder.register_forward_hook(after_layers)]
     torch.cuda.synchronize()
     mark("start")
-    trainer.master_weights.zero_grad()
+    trainer.master_weights.zero_grad(num_packs=len(packs))
     batch = Batch.from_packs(0, packs)
     for pack in packs:
         output = trainer.policy(trainer.prepare_inputs(pack), batch.entry_counts)
         mark("head and loss")
         output.loss.backward()
-        trainer.master_weights.accumulate_gradients()
         mark("layers backward")
     trainer.optimizer_step(0)
     mark("clip and optimizer")

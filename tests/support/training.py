@@ -56,6 +56,12 @@ def build_model(config, attention: str, seed: int = 0):
     return AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=torch.float32)
 
 
+def copy_weights(trainer) -> dict[str, torch.Tensor]:
+    """Return the master weights of a trainer in float32, by name."""
+    masters = trainer.master_weights
+    return {name: masters.to_float32(parameter).clone() for name, parameter in masters.named_parameters()}
+
+
 def build_policy(config, seed: int = 0, loss: str = "dppo") -> PolicyModel:
     layout = choose_pack_layout(config)
     return PolicyModel(build_model(config, get_attention_name(layout), seed), layout, load_loss(loss))

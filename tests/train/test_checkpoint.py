@@ -12,17 +12,13 @@ from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.checkpoint_manifest import compute_manifest_digest, list_checkpoints
 from ramify.train.config import TrainerConfig
-from tests.support.training import SINGLE_RANK, random_batches
+from tests.support.training import SINGLE_RANK, copy_weights, random_batches
 
 
 def make_trainer(model: Path, optimizer: str = "adamw", **settings):
     optim = {"type": optimizer, "lr": 1e-3, "schedule": {"type": "linear", "warmup_steps": 2}}
     config = TrainerConfig.model_validate({"pack_tokens": 128, "optim": optim, **settings})
     return build_trainer(model, config, SINGLE_RANK, total_steps=20)
-
-
-def copy_weights(trainer) -> dict[str, torch.Tensor]:
-    return {name: master.detach().clone() for name, master in trainer.master_weights.named_parameters()}
 
 
 @pytest.mark.promise
@@ -51,6 +47,25 @@ def test_a_restored_trainer_continues_exactly(model, tmp_path, optimizer, dtype)
     actual = restored.step(second)
     assert (actual.loss, actual.grad_norm, actual.lr) == (expected.loss, expected.grad_norm, expected.lr)
     assert all(torch.equal(master, copy_weights(trainer)[name]) for name, master in copy_weights(restored).items())
+
+
+def test_checkpoints_hold_float32_whatever_the_representation_of_the_masters(model, tmp_path):
+    split, joined = make_trainer(model, dtype="bfloat16"), make_trainer(model)
+    masters = split.master_weights
+    assert masters.is_split
+    generator = torch.Generator().manual_seed(0)
+    for parameter in masters.parameters():
+        masters.set_float32(parameter, (), torch.randn(parameter.shape, generator=generator))
+    expected = copy_weights(split)
+    CheckpointManager(tmp_path / "split", SINGLE_RANK).save(split, 1)
+    CheckpointManager(tmp_path / "split", SINGLE_RANK).load(joined, 1)
+    CheckpointManager(tmp_path / "joined", SINGLE_RANK).save(joined, 1)
+    restored = make_trainer(model, dtype="bfloat16")
+    CheckpointManager(tmp_path / "joined", SINGLE_RANK).load(restored, 1)
+    for trainer in (joined, restored):
+        assert all(torch.equal(value, expected[name]) for name, value in copy_weights(trainer).items())
+    for parameter, other in zip(restored.policy.parameters(), split.policy.parameters()):
+        assert torch.equal(parameter, other)
 
 
 def test_incomplete_checkpoints_are_ignored_and_old_ones_are_removed(model, tmp_path):

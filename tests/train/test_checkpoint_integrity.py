@@ -19,7 +19,7 @@ from ramify.train.config import TrainerConfig
 from ramify.train.distributed import init_distributed
 from ramify.train.sft import SftConfig, run_sft
 from tests.support.trainer import FakeOrchestrator, run_ranks
-from tests.support.training import SINGLE_RANK, random_batches
+from tests.support.training import SINGLE_RANK, copy_weights, random_batches
 from tests.train.test_process import arguments
 from tests.train.test_sft import settings, world
 
@@ -58,10 +58,6 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
 
 def flip_bit(path: Path, offset: int) -> None:
     overwrite(path, offset, bytes([path.read_bytes()[offset] ^ 0x10]))
-
-
-def copy_weights(trainer) -> dict[str, torch.Tensor]:
-    return {name: master.detach().clone() for name, master in trainer.master_weights.named_parameters()}
 
 
 DAMAGES = {

@@ -164,10 +164,7 @@ def test_in_bfloat16_a_forest_is_as_accurate_as_flat_paths(shape, device):
 def compute_gradient(trainer: Trainer, packs) -> torch.Tensor:
     """Return the gradient of all weights for a batch of these packs."""
     trainer.forward_backward(Batch.from_packs(0, packs))
-    trainer.master_weights.upcast_gradients()
-    return torch.cat(
-        [master.grad.flatten() for master in trainer.master_weights.parameters() if master.grad is not None]
-    )
+    return torch.cat([gradient.float().flatten() for gradient in trainer.master_weights.gradients().values()])
 
 
 @pytest.mark.parametrize("shape", CONFIGS)

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, Qwen3NextConfig
 
-from ramify.core.errors import DeadlineExceeded, WeightsRefused
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded, WeightsRefused
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.model.resolve import resolve_model_path
 from ramify.model.tree_attention import BLOCK_SIZE
 from ramify.trace import AnnotatedTrace, Annotation, Message, Trace, VersionRun, build_forest, make_padding_forest
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, load_loss, pack_forests
-from ramify.train.build import choose_trainer_dtype
+from ramify.train.build import choose_moments, choose_trainer_dtype
 from ramify.train.config import OptimConfig, ScheduleConfig
 from ramify.train.distributed import Ranks
 from ramify.train.master_weights import MasterWeights, round_to_bfloat16
@@ -26,7 +26,7 @@ from ramify.train.metrics import FlopsModel, MetricSums, StepMetrics
 from ramify.train.model_inputs import bucket_length, build_model_inputs
 from ramify.train.optim import OptimizersContainer, compute_lr_factor, is_hidden_matrix
 from ramify.train.policy import load_policy
-from tests.support.training import CONFIGS, HYBRID, SINGLE_RANK, VOCAB, build_model, build_policy
+from tests.support.training import CONFIGS, HYBRID, SINGLE_RANK, VOCAB, build_model, build_policy, copy_weights
 
 TIMINGS = ("train/seconds", "train/tokens_per_second", "train/mfu")
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -64,10 +64,6 @@ def build_forests(seed: int = 0, count: int = 4):
 
 def make_trainer(shape: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **settings) -> Trainer:
     return Trainer(build_policy(CONFIGS[shape], seed), TrainerConfig(optim=settings), dtype=dtype)
-
-
-def copy_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in trainer.master_weights.named_parameters()}
 
 
 def test_a_step_does_not_depend_on_how_the_batch_was_packed():
@@ -168,35 +164,6 @@ def test_bfloat16_computes_with_rounded_weights_and_keeps_small_updates(type):
         model_param = dict(rounded.policy.named_parameters())[name]
         assert model_param.dtype == torch.bfloat16
         assert torch.equal(model_param, round_to_bfloat16(value))
-
-
-def test_gradients_of_one_pack_keep_their_dtype_and_several_are_summed_in_float32():
-    module = torch.nn.ParameterDict({name: torch.zeros(1000) for name in ("both", "later", "never")})
-    masters = MasterWeights(module, torch.bfloat16)
-    weights = dict(masters.named_parameters())
-    torch.manual_seed(0)
-    gradients = [torch.randn(1000).bfloat16() for _ in range(3)]
-    module["both"].grad = gradients[0]
-    masters.accumulate_gradients()
-    assert module["both"].grad is None
-    assert weights["both"].grad is None
-    assert masters.gradients() == {weights["both"]: gradients[0]}
-    module["both"].grad, module["later"].grad = gradients[1:]
-    masters.accumulate_gradients()
-    total = gradients[0].float() + gradients[1]
-    assert weights["both"].grad is not None
-    assert torch.equal(weights["both"].grad, total)
-    assert masters.gradients()[weights["later"]] is gradients[2]
-    expected_norm = torch.cat([total, gradients[2].float()]).norm()
-    assert float(masters.gradient_norm()) == pytest.approx(float(expected_norm), rel=1e-6)
-    masters.upcast_gradients()
-    assert {name: value.grad.dtype for name, value in weights.items() if value.grad is not None} == {
-        "both": torch.float32,
-        "later": torch.float32,
-    }
-    masters.zero_grad()
-    assert not masters.gradients()
-    assert float(masters.gradient_norm()) == 0.0
 
 
 def test_a_gradient_that_is_not_finite_does_not_change_the_weights():
@@ -310,6 +277,34 @@ def test_a_batch_without_packs_changes_nothing(device, dtype):
     metrics = trainer.step(Batch.from_packs(0, []))
     assert (metrics.loss, metrics.grad_norm, metrics.skipped) == (0.0, 0.0, False)
     assert all(torch.equal(value, before[name]) for name, value in copy_weights(trainer).items())
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_weights_are_loaded_in_the_dtype_they_are_stored_in(stored, tmp_path):
+    build_model(CONFIGS["llama"], "eager").to(stored).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, device="cpu", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in policy.parameters()} == {stored}
+    expected = build_model(CONFIGS["llama"], "eager").to(stored).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in policy.model.state_dict().items())
+    assert load_policy(tmp_path, device="cpu").model.dtype == torch.float32
+
+
+def test_the_format_of_moments_is_chosen_once():
+    policy = build_policy(CONFIGS["llama"])
+
+    def choose(moments: str, saved: str | None = None, ranks: Ranks = SINGLE_RANK) -> str:
+        config = TrainerConfig.model_validate({"optim": {"moments": moments}})
+        return choose_moments(policy, config, ranks, saved).format
+
+    assert choose("auto") == "float32"
+    assert choose("auto", saved="8bit") == "8bit"
+    assert choose("8bit", saved="float32") == "8bit"  # the checkpoint is refused when it is loaded
+    two_ranks = Ranks(torch.device("cpu"), 0, 2)
+    assert choose("auto", ranks=two_ranks) == "float32"
+    with pytest.raises(ConfigInvalid, match=r"optim\.moments: '8bit' needs a trainer of one rank"):
+        choose("8bit", ranks=two_ranks)
+    with pytest.raises(ValueError, match="needs type = 'adamw'"):
+        OptimConfig(type="muon", moments="8bit")
 
 
 def test_learning_rate_schedules():

@@ -8,12 +8,14 @@ The checksum is a CRC. It protects against bytes that were lost on the way, not 
 manifest as well. Every step of a run waits for it twice, so it has to be as fast as memory.
 """
 
+import contextlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -163,6 +165,15 @@ def read_tensor_shapes(directory: Path, files: list[str] | None = None) -> dict[
     return shapes
 
 
+def read_tensor_dtypes(directory: Path) -> set[str]:
+    """Return the dtypes of the tensors in the safetensors files of `directory`, as safetensors names them."""
+    dtypes: set[str] = set()
+    for path in directory.glob("*.safetensors"):
+        with _open_safetensors(path) as file:
+            dtypes.update(file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118
+    return dtypes
+
+
 def check_same_tensors(source: Path | str, actual: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
     """Raise WeightsRefused unless the tensors of `source` have the names and shapes of the model's."""
     missing, unknown = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
@@ -179,9 +190,16 @@ def check_same_tensors(source: Path | str, actual: Mapping[str, Shape], expected
 
 def _read_safetensors_header(path: Path) -> dict[str, Shape]:
     """Return the shapes in the header of a safetensors file."""
+    with _open_safetensors(path) as file:
+        return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+@contextlib.contextmanager
+def _open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises WeightsRefused if it cannot be read."""
     try:
         with safe_open(path, framework="np") as file:
-            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            yield file
     except (OSError, SafetensorError) as error:
         raise WeightsRefused(f"{path} is not a safetensors file: {error!r}") from error
 

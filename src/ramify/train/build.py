@@ -1,7 +1,9 @@
 """Build a trainer from a model directory: load the model, add adapters, compile and shard it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -13,6 +15,7 @@ from ramify.model.precision import DtypeChoice, choose_dtype
 from ramify.model.tree_attention import describe_tree_attention
 from ramify.run.store.image_store import ImageStore
 from ramify.train.batch import PackSpec
+from ramify.train.checkpoint_manifest import find_saved_moments
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, apply_fsdp
 from ramify.train.lora import add_adapters
@@ -23,6 +26,7 @@ from ramify.train.policy import PolicyModel, compile_layers, load_policy
 from ramify.train.token_stats import TokenStatsWriter
 from ramify.train.trainer import Trainer
 
+MAX_MEMORY_FRACTION = 0.9  # of the free memory of a GPU, for what a step allocates
 FLAT_DESCRIPTION = "flat: every branch is computed whole"
 
 
@@ -35,13 +39,15 @@ def build_trainer(
     seed: int = 0,
     flat: bool = False,
     media: Path | None = None,
+    checkpoints: Path | None = None,
     token_stats: TokenStatsWriter | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> Trainer:
     """Build this rank's trainer of the model in `model_path`.
 
     `total_steps` is the length of the run, for schedules that need it; `seed` initializes adapters. Set `flat` if no
-    batch shares prefixes. `media` is the directory of the run's images, for batches that refer to them by hash.
+    batch shares prefixes. `media` is the directory of the run's images, for batches that refer to them by hash;
+    `checkpoints` is that of its checkpoints, whose format of moments `optim.moments = "auto"` continues.
     `token_stats`, if given, gets logprob and entropy of every trained token. `log` receives lines on layout, experts,
     dtype and operators.
     """
@@ -52,6 +58,7 @@ def build_trainer(
         model_path,
         load_loss(config.loss.id, config.loss.options),
         device=load_device,
+        dtype=choice.dtype,
         activation_checkpointing=config.activation_checkpointing,
     )
     if policy.tower is not None and ranks.world_size > 1:
@@ -69,11 +76,14 @@ def build_trainer(
         policy.to(load_device)
     if is_cuda if config.compile is None else config.compile:
         compile_layers(policy)
+    moments = choose_moments(policy, config, ranks, find_saved_moments(checkpoints) if checkpoints else None)
+    if is_cuda or moments.format != "float32":
+        log(f"moments: {moments}")
     if ranks.world_size > 1:
         apply_fsdp(policy, ranks, choice.dtype)
     return Trainer(
         policy,
-        config,
+        config.with_moments(moments.format),
         total_steps=total_steps,
         dtype=choice.dtype if ranks.world_size == 1 else torch.float32,  # FSDP casts the weights itself
         merge_sums=lambda sums: MetricSums.merge(ranks.all_gather(sums)),
@@ -108,6 +118,46 @@ def choose_trainer_dtype(config: TrainerConfig, ranks: Ranks) -> DtypeChoice:
     if ranks.device.type == "cpu":
         return DtypeChoice(torch.float32, "the default on a CPU")
     return DtypeChoice(torch.bfloat16, "the default on a GPU")
+
+
+@dataclass(frozen=True, slots=True)
+class MomentsChoice:
+    """The format of AdamW's moments, and the reason in a few words."""
+
+    format: Literal["float32", "8bit"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.format} ({self.reason})"
+
+
+def choose_moments(policy: PolicyModel, config: TrainerConfig, ranks: Ranks, saved: str | None) -> MomentsChoice:
+    """Choose the format of AdamW's moments; `saved` is that of the run's checkpoints, None if there are none.
+
+    Raises ConfigInvalid if several ranks are to have moments in 8 bits: their shards would not be blocks.
+    """
+    optim, device, is_alone = config.optim, ranks.device, ranks.world_size == 1
+    if optim.moments == "8bit" and not is_alone:
+        raise ConfigInvalid("trainer.optim.moments: '8bit' needs a trainer of one rank; use 'float32' or 'auto'")
+    if optim.moments != "auto":
+        return MomentsChoice(optim.moments, "requested")
+    if saved == "8bit" or saved == "float32":
+        return MomentsChoice(saved, "as in the run's checkpoints")
+    if device.type != "cuda" or not is_alone or optim.type != "adamw":
+        return MomentsChoice("float32", "the default")
+    needed, free = _estimate_step_bytes(policy, config), torch.cuda.mem_get_info(device)[0]
+    sizes = f"a step takes about {needed / 2**30:.1f} GiB with float32, {free / 2**30:.1f} GiB are free"
+    return MomentsChoice("float32" if needed <= MAX_MEMORY_FRACTION * free else "8bit", sizes)
+
+
+def _estimate_step_bytes(policy: PolicyModel, config: TrainerConfig) -> int:
+    """Estimate what a step allocates beside the loaded weights: remainders, gradients, moments and activations."""
+    num_trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    text_config = policy.model.config.get_text_config()
+    layer_elements = 8 * text_config.hidden_size + 4 * getattr(text_config, "intermediate_size", 0)
+    num_saved_layers = 1 if config.activation_checkpointing else len(policy.layers)
+    saved_elements = num_saved_layers * layer_elements + len(policy.layers) * text_config.hidden_size
+    return num_trained * (2 + 4 + 8) + 2 * config.pack_tokens * saved_elements
 
 
 def get_pack_spec(trainer: Trainer) -> PackSpec:

@@ -7,6 +7,7 @@ the last one; if that does not help, the save raises StorageFull.
 """
 
 import contextlib
+import os
 import shlex
 import shutil
 import warnings
@@ -15,11 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from ramify.core.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
 from ramify.core.files import fsync_path, get_free_bytes, mkdir_and_fsync, remove_directory
@@ -36,10 +42,11 @@ from ramify.train.checkpoint_manifest import (
     get_step_directory,
     list_checkpoints,
     list_saved_steps,
+    name_optimizer,
     parse_checkpoint_name,
     verify_checkpoint,
 )
-from ramify.train.checkpoint_metadata import METADATA_FILE, MetadataReader
+from ramify.train.checkpoint_metadata import METADATA_FILE, MetadataReader, StorageInfo
 from ramify.train.distributed import Ranks
 from ramify.train.trainer import Trainer
 
@@ -119,10 +126,11 @@ class CheckpointManager:
                     partial_path.mkdir()
             records: dict[str, FileRecord] = {}
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
-                writer = FileSystemWriter(partial_path, single_file_per_rank=True, sync_files=True)
+                writer = _TensorWriter(partial_path)
                 with ignore_single_process_warning():
-                    state = dict(_iter_state_tensors(trainer))
-                    state_dict_saver.save(state, storage_writer=writer, no_dist=self.ranks.world_size == 1)
+                    state, planner = dict(_iter_state_tensors(trainer)), _SavePlanner(trainer)
+                    is_alone = self.ranks.world_size == 1
+                    state_dict_saver.save(state, storage_writer=writer, planner=planner, no_dist=is_alone)
                 records = checksum_files(sorted(partial_path.glob(f"__{self.ranks.rank}_*")))
             collected = {name: record for share in self.ranks.all_gather(records) for name, record in share.items()}
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
@@ -131,7 +139,7 @@ class CheckpointManager:
                     if unexpected := sorted({file.name for file in partial_path.iterdir()} ^ set(files)):
                         problem = f"missing or without a checksum: {', '.join(unexpected)}"
                         raise StorageFailed(f"{partial_path} should hold {', '.join(sorted(files))}; {problem}")
-                    optimizer = trainer.config.optim.type
+                    optimizer = _describe_optimizer(trainer)
                     manifest = CheckpointManifest(step=step, optimizer=optimizer, note=dict(note or {}), files=files)
                     manifest.write(partial_path)
                     partial_path.rename(path)
@@ -160,12 +168,13 @@ class CheckpointManager:
         reader = self._read_or_suggest(step, lambda: MetadataReader(path))
         state: dict[str, Tensor] = {}
         with ranks.raise_together():
-            if manifest.optimizer != (optimizer := trainer.config.optim.type):
+            if manifest.optimizer != (optimizer := _describe_optimizer(trainer)):
                 raise CheckpointRefused(f"{path} was written by {manifest.optimizer}, this run has {optimizer}")
             state = _allocate_state(trainer, reader.metadata.state_dict_metadata, path)
         try:
             with ignore_single_process_warning():
-                state_dict_loader.load(state, storage_reader=reader, no_dist=ranks.world_size == 1)
+                planner = _LoadPlanner(trainer)
+                state_dict_loader.load(state, storage_reader=reader, planner=planner, no_dist=ranks.world_size == 1)
         except CheckpointException as error:
             problem = f"{path} cannot be read: {_find_root_cause(error)}"
             raise CheckpointRefused(f"{problem}; {self._suggest_recovery(step)}") from error
@@ -247,16 +256,95 @@ def ignore_single_process_warning() -> Iterator[None]:
         yield
 
 
+def _describe_optimizer(trainer: Trainer) -> str:
+    optim = trainer.config.optim
+    return name_optimizer(optim.type, optim.moments)
+
+
 def _iter_state_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over everything that steps change, by keys that do not depend on the number of ranks."""
-    states = {master: state for optimizer in trainer.optimizer.optimizers for master, state in optimizer.state.items()}
-    for name, master in trainer.master_weights.named_parameters():
-        yield f"model/{name}", master.detach()
-        for field, value in states.get(master, {}).items():
+    """Iterate over everything that steps change, by keys that do not depend on the number of ranks.
+
+    A split master weight is represented by a float32 tensor of its shape that takes no memory: `_SavePlanner` and
+    `_LoadPlanner` join and split the weights one by one.
+    """
+    states = {item: state for optimizer in trainer.optimizer.optimizers for item, state in optimizer.state.items()}
+    for name, parameter in trainer.master_weights.named_parameters():
+        yield f"model/{name}", _get_placeholder(trainer, parameter)
+        for field, value in states.get(parameter, {}).items():
             yield f"optim/{name}/{field}", value
     yield "rng/cpu", torch.get_rng_state()
     if trainer.device.type == "cuda":
         yield "rng/cuda", torch.cuda.get_rng_state(trainer.device)
+
+
+def _get_placeholder(trainer: Trainer, parameter: nn.Parameter) -> Tensor:
+    """Return a float32 tensor of the parameter's shape: the parameter itself, unless it is split."""
+    is_split = trainer.master_weights.get_remainder(parameter) is not None
+    return torch.zeros(()).expand(parameter.shape) if is_split else parameter.detach()
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Joins each split master weight when it is written."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self._masters, self._split = trainer.master_weights, _index_split_weights(trainer)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the object to write."""
+        parameter = self._split.get(index.fqn)
+        return super().lookup_object(index) if parameter is None else self._masters.to_float32(parameter)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Splits each part of a master weight when it has been read."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self._masters, self._split = trainer.master_weights, _index_split_weights(trainer)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Return the tensor to read into."""
+        is_split = read_item.dest_index.fqn in self._split
+        return torch.empty(read_item.lengths) if is_split else super().resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Store what has been read."""
+        parameter = self._split.get(read_item.dest_index.fqn)
+        if parameter is not None:
+            bounds = zip(read_item.dest_offsets, read_item.lengths)
+            self._masters.set_float32(parameter, tuple(slice(start, start + size) for start, size in bounds), tensor)
+
+
+class _TensorWriter(FileSystemWriter):
+    """Writes one tensor after the other. Torch's writer keeps all tensors in host memory until the file is closed."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the tensors of this rank to one file."""
+        prefix: Any = plan.storage_data
+        path, results = Path(self.path) / f"{prefix.prefix}0.distcp", list[WriteResult]()
+        with path.open("wb") as file:
+            for item in plan.items:
+                tensor: Any = planner.resolve_data(item)
+                start = file.tell()
+                torch.save(tensor.detach().cpu().clone(), file)  # a clone: a view would be saved with all of its base
+                length = file.tell() - start
+                results.append(WriteResult(item.index, length, StorageInfo(path.name, start, length)))
+            file.flush()
+            os.fsync(file.fileno())
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
+def _index_split_weights(trainer: Trainer) -> dict[str, nn.Parameter]:
+    """Return the parameters of split master weights by their keys in a checkpoint."""
+    masters = trainer.master_weights
+    return {
+        f"model/{name}": parameter
+        for name, parameter in masters.named_parameters()
+        if masters.get_remainder(parameter) is not None
+    }
 
 
 def _count_state_bytes(trainer: Trainer) -> int:
@@ -267,9 +355,9 @@ def _count_state_bytes(trainer: Trainer) -> int:
 
 def _allocate_state(trainer: Trainer, saved_metadata: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     """Return tensors to load into: the master weights themselves, and new ones for the optimizer's state."""
-    masters = dict(trainer.master_weights.named_parameters())
+    parameters = dict(trainer.master_weights.named_parameters())
     saved_names = {key.removeprefix("model/") for key in saved_metadata if key.startswith("model/")}
-    if differing := sorted(saved_names ^ set(masters)):
+    if differing := sorted(saved_names ^ set(parameters)):
         raise CheckpointRefused(f"{path} is of another model: {len(differing)} weights differ, such as {differing[0]}")
     state: dict[str, Tensor] = {}
     for key, entry in saved_metadata.items():
@@ -278,34 +366,33 @@ def _allocate_state(trainer: Trainer, saved_metadata: Mapping[str, Any], path: P
             if name == "cpu" or trainer.device.type == "cuda":
                 state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
             continue
-        master = masters.get(name if kind == "model" else name.rpartition("/")[0])
-        if master is None:
+        parameter = parameters.get(name if kind == "model" else name.rpartition("/")[0])
+        if parameter is None:
             raise CheckpointRefused(f"{path} is of another model: it has a tensor {key}")
         if kind == "model":
-            if entry.size != master.shape:
-                shapes = f"{name} has shape {list(entry.size)}, the model {list(master.shape)}"
+            if entry.size != parameter.shape:
+                shapes = f"{name} has shape {list(entry.size)}, the model {list(parameter.shape)}"
                 raise CheckpointRefused(f"{path} is of another model: {shapes}")
-            state[key] = master.detach()
-        elif entry.size == master.shape:
-            state[key] = torch.zeros_like(master, dtype=entry.properties.dtype).detach()
+            state[key] = _get_placeholder(trainer, parameter)
+        elif entry.size == parameter.shape:
+            state[key] = torch.zeros_like(parameter, dtype=entry.properties.dtype).detach()
         else:
-            state[key] = torch.zeros(entry.size, dtype=entry.properties.dtype, device=master.device)
+            state[key] = torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
     return state
 
 
 def _restore_state(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
-    """Give loaded tensors to the optimizers, the model and the random number generators."""
-    masters = dict(trainer.master_weights.named_parameters())
+    """Give loaded tensors to the optimizers and the random number generators."""
+    parameters = dict(trainer.master_weights.named_parameters())
     optimizer_states: dict[Tensor, dict[str, Tensor]] = {}
     for key, value in state.items():
         if key.startswith("optim/"):
             name, _, field = key.removeprefix("optim/").rpartition("/")
-            optimizer_states.setdefault(masters[name], {})[field] = value
+            optimizer_states.setdefault(parameters[name], {})[field] = value
     for optimizer in trainer.optimizer.optimizers:
         optimizer.state.clear()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         optimizer.state.update({param: optimizer_states[param] for param in params if param in optimizer_states})
-    trainer.master_weights.copy_to_model()
     torch.set_rng_state(state["rng/cpu"])
     if "rng/cuda" in state:
         torch.cuda.set_rng_state(state["rng/cuda"], trainer.device)

@@ -84,6 +84,19 @@ def refuse_unreadable(path: Path) -> Iterator[None]:
         raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+def name_optimizer(optimizer: str, moments: str) -> str:
+    """Return the optimizer as a manifest names it, which includes the format of its moments."""
+    return f"{optimizer}-8bit" if moments == "8bit" else optimizer
+
+
+def find_saved_moments(directory: Path) -> str | None:
+    """Return the format of the moments in the newest readable checkpoint of a run; None without one."""
+    for path in reversed(list_checkpoints(directory)):
+        with contextlib.suppress(CheckpointRefused):
+            return "8bit" if CheckpointManifest.read(path).optimizer.endswith("-8bit") else "float32"
+    return None
+
+
 def checksum_files(paths: Iterable[Path]) -> dict[str, FileRecord]:
     """Compute the sizes and checksums of these files, by name. Raises OSError."""
     records: dict[str, FileRecord] = {}

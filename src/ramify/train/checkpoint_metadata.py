@@ -60,7 +60,7 @@ def _is_valid(content: Any) -> bool:
 
 
 def _is_storage_info(info: Any) -> bool:
-    return isinstance(info, _STORAGE_INFO) and info.relative_path == PurePosixPath(info.relative_path).name
+    return isinstance(info, StorageInfo) and info.relative_path == PurePosixPath(info.relative_path).name
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -79,7 +79,7 @@ def _get_strided_layout(name: str) -> torch.layout:
     return torch.strided
 
 
-_STORAGE_INFO: Any = filesystem._StorageInfo  # pyright: ignore[reportPrivateUsage]
+StorageInfo: Any = filesystem._StorageInfo  # pyright: ignore[reportPrivateUsage]
 _MEMORY_FORMAT: Any = metadata._MEM_FORMAT_ENCODING  # pyright: ignore[reportPrivateUsage]
 _CLASSES = (
     metadata.Metadata,
@@ -89,7 +89,7 @@ _CLASSES = (
     metadata.TensorStorageMetadata,
     metadata.ChunkStorageMetadata,
     _MEMORY_FORMAT,
-    _STORAGE_INFO,
+    StorageInfo,
 )
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},

@@ -45,7 +45,16 @@ class OptimConfig(Config):
     """Of `muon`."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are clipped to this norm; None disables clipping."""
+    moments: Literal["auto", "float32", "8bit"] = "auto"
+    """The format of AdamW's moments inside the layers: 8 bytes or 2 for each weight. `auto` is float32 if the run fits
+    on its GPU with it, else `8bit`; a run never changes its format."""
     schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="after")
+    def _8bit_moments_require_adamw(self) -> "OptimConfig":
+        if self.moments == "8bit" and self.type != "adamw":
+            raise ValueError("moments = '8bit' needs type = 'adamw'")
+        return self
 
 
 class LossConfig(Config):
@@ -118,3 +127,7 @@ class TrainerConfig(Config):
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
     lora: LoraConfig = LoraConfig(enabled=False)
+
+    def with_moments(self, moments: str) -> "TrainerConfig":
+        """Return these settings with another format of AdamW's moments."""
+        return self.model_copy(update={"optim": self.optim.model_copy(update={"moments": moments})})

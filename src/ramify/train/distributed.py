@@ -131,7 +131,10 @@ def apply_fsdp(policy: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> None:
     mesh = dist.device_mesh.init_device_mesh(ranks.device.type, (ranks.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in policy.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(layer.float(), mesh=mesh, mp_policy=precision)
+    for parameter in policy.parameters():
+        if parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     for module in policy.modules():
         if isinstance(module, FSDPModule):

@@ -1,101 +1,145 @@
 """float32 master weights for a model that computes in bfloat16.
 
-The model computes with rounded copies; ties are rounded away from zero. Gradients of several packs are summed at the
-master weights in float32, so that rounding loses neither small updates nor contributions of many packs. The gradients
-of a single pack stay in the model's dtype until they are needed. In float32, and under FSDP, which keeps its own master
-weights, the master weights are the model's parameters.
+A master weight is split in two halves of 16 bits: the model's parameter, which is the float32 rounded to bfloat16 with
+ties away from zero, and a signed remainder. Together they are the bits of the float32, so there is neither a second
+copy of the weights nor a cast. Gradients are collected per parameter as the backward pass produces them. Those of a
+single pack stay in bfloat16; those of several are added in float32, so that small contributions are not rounded away.
+
+In float32, and under FSDP, which keeps its own master weights, the master weights are the model's parameters.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 # One call launches a few kernels for all tensors together.
-_foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-_foreach_add: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+_foreach_mul: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 _foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+
+
+def split_float32(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Split numbers into bfloat16 and an int16 remainder, from which `join_float32` makes the same float32 again.
+
+    The remainder is the lower half of the bits, read as a signed number, so that the upper half is the nearest
+    bfloat16. A tie has the remainder -32768: it is rounded away from zero. NaNs become one NaN.
+    """
+    if values.dtype == torch.bfloat16:
+        return values, torch.zeros_like(values, dtype=torch.int16)
+    bits = values.float().nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def join_float32(values: Tensor, remainders: Tensor) -> Tensor:
+    """Return the float32 numbers that `split_float32` has split."""
+    return ((values.view(torch.int16).int() << 16) + remainders).view(torch.float32)
 
 
 def round_to_bfloat16(values: Tensor) -> Tensor:
     """Round float32 to bfloat16, ties away from zero; torch rounds ties to even."""
-    high_bits = (values.view(torch.int32) + 0x8000) >> 16
-    return high_bits.to(torch.int16).view(torch.bfloat16).masked_fill(values.isnan(), torch.nan)
+    return split_float32(values)[0]
 
 
 class MasterWeights:
-    """The trained weights of a module in float32, and their gradients."""
+    """The trained weights of a module in float32, and their gradients.
+
+    `dtype` is that of the computation. In bfloat16 the module's parameters become the upper halves of the weights.
+    """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-        self._pairs: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}  # name: (master weight, model parameter)
-        self._pending_grads: dict[nn.Parameter, Tensor] = {}  # master: the model's gradient, while there is only one
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._remainders: dict[nn.Parameter, Tensor] = {}  # of split weights
+        self._gradients: dict[nn.Parameter, Tensor] = {}  # of split weights
+        self._num_packs = 1
         for name, parameter in module.named_parameters():
-            if not parameter.requires_grad:
+            if parameter.requires_grad:
+                self._parameters[name] = parameter
+            if parameter.requires_grad and dtype == torch.bfloat16:
+                parameter.data, self._remainders[parameter] = split_float32(parameter.data)
+                parameter.register_post_accumulate_grad_hook(self._collect_gradient)
+            elif parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
-            elif parameter.dtype == dtype:
-                self._pairs[name] = (parameter, parameter)
-            else:
-                master = nn.Parameter(parameter.data.float())
-                parameter.data = round_to_bfloat16(master.data)
-                self._pairs[name] = (master, parameter)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the weights that the optimizer updates. After writing to them, call `copy_to_model`."""
-        return ((name, master) for name, (master, _) in self._pairs.items())
+        """Iterate over the trained parameters of the model. Those of split weights hold the upper half."""
+        return iter(self._parameters.items())
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the master weights."""
-        return [master for _, master in self.named_parameters()]
+        """Return the trained parameters of the model."""
+        return list(self._parameters.values())
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the weights are split into bfloat16 and remainders."""
+        return bool(self._remainders)
 
     @property
     def supports_fused_adamw(self) -> bool:
-        """Whether every master weight is float32 on a GPU, aligned, and has a bfloat16 copy in the model."""
-        dtype_pairs = {(master.dtype, model_param.dtype) for master, model_param in self._pairs.values()}
-        all_aligned = all(
-            master.is_cuda and master.is_contiguous() and master.data_ptr() % 16 == 0 for master in self.parameters()
+        """Whether the weights are split, where Triton's kernels run, and aligned."""
+        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return self.is_split and all(
+            (half.is_cuda or is_interpreted) and half.is_contiguous() and half.data_ptr() % 16 == 0
+            for pair in self._remainders.items()
+            for half in pair
         )
-        return dtype_pairs == {(torch.float32, torch.bfloat16)} and all_aligned
 
-    def model_copies(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return the model's parameter of each master weight that is not itself the model's parameter."""
-        return {master: model_param for master, model_param in self._pairs.values() if model_param is not master}
+    def get_remainder(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the remainder of a split weight; None for another."""
+        return self._remainders.get(parameter)
 
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        self._pending_grads.clear()
-        for master, model_param in self._pairs.values():
-            master.grad = model_param.grad = None
+    def to_float32(self, parameter: nn.Parameter) -> Tensor:
+        """Return a weight in float32: joined on the host if it is split, otherwise the parameter itself."""
+        remainder = self._remainders.get(parameter)
+        return parameter.detach() if remainder is None else join_float32(parameter.detach().cpu(), remainder.cpu())
+
+    def set_float32(self, parameter: nn.Parameter, part: tuple[slice, ...], values: Tensor) -> None:
+        """Replace a part of a split weight by float32 values."""
+        upper, remainder = split_float32(values)
+        parameter.data[part].copy_(upper)
+        self._remainders[parameter][part].copy_(remainder)
+
+    @contextmanager
+    @torch.no_grad()
+    def joined(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Inside the block, these parameters are float32 and have their gradients; then they are split again."""
+        split = [parameter for parameter in parameters if parameter in self._remainders]
+        for parameter in split:
+            parameter.data = join_float32(parameter.data, self._remainders[parameter])
+            gradient = self._gradients.get(parameter)
+            parameter.grad = None if gradient is None else gradient.float()
+        try:
+            yield
+        finally:
+            for parameter in split:
+                parameter.grad = None
+                parameter.data, remainder = split_float32(parameter.data)
+                self._remainders[parameter].copy_(remainder)
+
+    def zero_grad(self, *, num_packs: int = 1) -> None:
+        """Drop all gradients. `num_packs` is the number of backward passes whose gradients will be summed."""
+        self._num_packs = num_packs
+        self._gradients.clear()
+        for parameter in self.parameters():
+            parameter.grad = None
 
     @torch.no_grad()
-    def accumulate_gradients(self) -> None:
-        """Take the gradients that a backward pass left in the model: keep the first, add later ones in float32."""
-        self.upcast_gradients()
-        sums: list[tuple[Tensor, Tensor]] = []
-        for master, model_param in self.model_copies().items():
-            if model_param.grad is None:
-                continue
-            if master.grad is None:
-                self._pending_grads[master] = model_param.grad
-            else:
-                sums.append((master.grad, model_param.grad))
-            model_param.grad = None
-        if sums:
-            _foreach_add(*map(list, zip(*sums)))
-
-    @torch.no_grad()
-    def upcast_gradients(self) -> None:
-        """Move all gradients to the master weights, in float32."""
-        for master in self._pending_grads:
-            master.grad = torch.empty_like(master)
-        if self._pending_grads:
-            _foreach_copy([master.grad for master in self._pending_grads], list(self._pending_grads.values()))
-        self._pending_grads.clear()
+    def _collect_gradient(self, parameter: Tensor) -> None:
+        """Take the gradient that the backward pass has just produced, and add it to the earlier ones in float32."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        assert isinstance(parameter, nn.Parameter)
+        total = self._gradients.get(parameter)
+        if total is not None:
+            self._gradients[parameter] = total.float().add_(gradient)
+        else:
+            self._gradients[parameter] = gradient if self._num_packs == 1 else gradient.float()
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return the gradients by master weight: in the model's dtype after one pack, in float32 after several."""
-        summed = {master: master.grad for master in self.parameters() if master.grad is not None}
-        return {**summed, **self._pending_grads}
+        """Return the gradients by parameter: bfloat16 for a single pack of a bfloat16 model, else float32."""
+        return {**{item: item.grad for item in self.parameters() if item.grad is not None}, **self._gradients}
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
@@ -106,7 +150,11 @@ class MasterWeights:
         return torch.stack(_foreach_norm(gradients, 2, dtype=torch.float32)).norm()
 
     @torch.no_grad()
-    def copy_to_model(self) -> None:
-        """Round the master weights into the model."""
-        for master, model_param in self.model_copies().items():
-            model_param.copy_(round_to_bfloat16(master))
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale the gradients, in float32, to at most this norm, as `clip_grad_norm_` does; returns their norm."""
+        self._gradients = {parameter: gradient.float() for parameter, gradient in self._gradients.items()}
+        gradients = list(self.gradients().values())
+        norm = nn.utils.get_total_norm(gradients)
+        if gradients:
+            _foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm

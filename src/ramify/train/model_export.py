@@ -141,29 +141,36 @@ def _find_dtype(base_model: Path, trainer: TrainerConfig, published: list[Path])
 def _build_tensors(checkpoint: Path, base_model: Path, trainer: TrainerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the weights of a checkpoint by their names in the base model, with adapters merged."""
     verify_checkpoint(checkpoint)
-    masters = read_masters(checkpoint)
-    adapters = {name: tensor for name, tensor in masters.items() if is_adapter_weight(name)}
+    masters = MasterReader(checkpoint)
+    adapters = {name: masters.read(name) for name in masters.names if is_adapter_weight(name)}
     scaling = trainer.lora.alpha / trainer.lora.rank
     tensors: dict[str, Tensor] = {}
     for name, tensor in get_untied_tensors(load_hf_model(base_model, load_config(base_model), dtype, None)).items():
-        stem, matrix = name.removesuffix(".weight"), masters.get(name, tensor.detach())
+        stem, matrix = name.removesuffix(".weight"), masters.read(name) if name in masters.names else tensor.detach()
         if f"{stem}.lora_A.{ADAPTER_NAME}.weight" in adapters:
             matrix = merge_adapter(f"{stem}{BASE_LAYER_SUFFIX}.weight", matrix, adapters, scaling)
-        elif name in masters and dtype == torch.bfloat16:
+        elif name in masters.names and dtype == torch.bfloat16:
             matrix = round_to_bfloat16(matrix)
         tensors[name] = matrix.to(dtype)
     return tensors
 
 
-def read_masters(checkpoint: Path) -> dict[str, Tensor]:
-    """Read the trained weights of a checkpoint, without the state of the optimizer."""
-    reader, state = MetadataReader(checkpoint), dict[str, Any]()
-    for key, entry in reader.metadata.state_dict_metadata.items():
-        if key.startswith(MASTER_PREFIX):
-            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-    with ignore_single_process_warning():
-        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
-    return {key.removeprefix(MASTER_PREFIX): tensor for key, tensor in state.items()}
+class MasterReader:
+    """Reads the trained weights of a checkpoint one by one, in float32, without the state of the optimizer."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._reader = MetadataReader(checkpoint)
+        keys = self._reader.metadata.state_dict_metadata
+        self.names = {key.removeprefix(MASTER_PREFIX) for key in keys if key.startswith(MASTER_PREFIX)}
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight by its name in the model."""
+        key = f"{MASTER_PREFIX}{name}"
+        entry: Any = self._reader.metadata.state_dict_metadata[key]
+        state = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        with ignore_single_process_warning():
+            state_dict_loader.load(state, storage_reader=self._reader, no_dist=True)
+        return state[key]
 
 
 # Export the adapter of a LoRA run as a directory that peft loads.
@@ -195,7 +202,8 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     if directory.exists():
         raise ConfigInvalid(f"{directory} already exists: remove it, or choose another directory with -o")
     verify_checkpoint(checkpoint)
-    matches = {_MATRIX_NAME_PATTERN.fullmatch(name): matrix for name, matrix in read_masters(checkpoint).items()}
+    masters = MasterReader(checkpoint)
+    matches = {_MATRIX_NAME_PATTERN.fullmatch(name): masters.read(name) for name in sorted(masters.names)}
     tensors = {
         f"base_model.model.{match['module']}.{match['side']}.weight": matrix
         for match, matrix in matches.items()

@@ -13,25 +13,32 @@ from torch import Tensor, nn
 
 from ramify.train.config import OptimConfig, ScheduleConfig
 from ramify.train.master_weights import MasterWeights
-
-NON_HIDDEN_NAMES = ("embed", "lm_head", "wte", "wpe")  # parts of the names of matrices outside the layers
+from ramify.train.moments import QuantizedAdamW, is_inside_layers
 
 
 class OptimizersContainer:
-    """One or two torch optimizers that step together, and their schedule.
+    """The torch optimizers of all weights, which step together, and their schedule.
 
-    If `fused`, `step` also clips the gradients and copies the new weights into the model; otherwise the caller does
-    both. `total_steps` is the length of the run, which all schedules but `constant` need.
+    If `fused`, `step` also clips the gradients; otherwise the caller does. `total_steps` is the length of the run,
+    which all schedules but `constant` need.
     """
 
     def __init__(self, master_weights: MasterWeights, config: OptimConfig, total_steps: int | None) -> None:
-        self.config, self.total_steps = config, total_steps
+        self.master_weights, self.config, self.total_steps = master_weights, config, total_steps
         self.fused = master_weights.supports_fused_adamw and config.type == "adamw"
-        hidden: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, master in master_weights.named_parameters():
-            (hidden if config.type == "muon" and is_hidden_matrix(name, master) else others).append(master)
         self.optimizers: list[torch.optim.Optimizer] = []
+        parameters = dict(master_weights.named_parameters())
+        quantized = config.moments == "8bit"
+        if (master_weights.is_split or quantized) and not self.fused:
+            for name, parameter in parameters.items():  # one by one, so that only one is converted to float32
+                self._add_optimizers({name: parameter})
+        else:
+            self._add_optimizers(parameters)
+
+    def _add_optimizers(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Add the optimizers of some parameters: Muon for those inside the layers if it is used, AdamW for the rest."""
+        config = self.config
+        hidden = [item for name, item in parameters.items() if config.type == "muon" and is_hidden_matrix(name, item)]
         if hidden:
             self.optimizers.append(
                 torch.optim.Muon(
@@ -42,18 +49,24 @@ class OptimizersContainer:
                     adjust_lr_fn="match_rms_adamw",
                 )
             )
+        others = [item for item in parameters.values() if all(item is not matrix for matrix in hidden)]
+        if not others:
+            return
         groups = [
-            {"params": [master for master in others if master.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [master for master in others if master.ndim < 2], "weight_decay": 0.0},
+            {"params": [item for item in others if item.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [item for item in others if item.ndim < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
-        if groups and self.fused:
+        quantized = [
+            item for name, item in parameters.items() if config.moments == "8bit" and is_inside_layers(name, item)
+        ]
+        if self.fused:
             from ramify.train.fused_adamw import FusedAdamW  # needs Triton, which only a torch for CUDA brings
 
-            self.optimizers.append(FusedAdamW(groups, master_weights, **settings))
-        elif groups:
-            self.optimizers.append(torch.optim.AdamW(groups, **settings))
+            self.optimizers.append(FusedAdamW(groups, self.master_weights, quantized, **settings))
+        else:
+            self.optimizers.append((QuantizedAdamW if quantized else torch.optim.AdamW)(groups, **settings))
 
     def step(self, step: int, grad_norm: Tensor) -> float:
         """Update the weights in step `step`, counted from 0; returns the learning rate.
@@ -67,18 +80,21 @@ class OptimizersContainer:
                 group["lr"] = lr
             if isinstance(optimizer, torch.optim.AdamW):
                 setattr(optimizer, "found_inf", found_inf)  # noqa: B010 - torch does not declare it
-                if self.fused:
-                    clip_divisor = (grad_norm + 1e-6) / (self.config.max_grad_norm or math.inf)
-                    setattr(optimizer, "grad_scale", clip_divisor.clamp(min=1.0))  # noqa: B010
             elif found_inf:
                 continue
-            optimizer.step()
+            if self.fused:
+                clip_divisor = (grad_norm + 1e-6) / (self.config.max_grad_norm or math.inf)
+                setattr(optimizer, "grad_scale", clip_divisor.clamp(min=1.0))  # noqa: B010
+                optimizer.step()
+            else:
+                with self.master_weights.joined(item for group in optimizer.param_groups for item in group["params"]):
+                    optimizer.step()
         return lr
 
 
 def is_hidden_matrix(name: str, value: nn.Parameter) -> bool:
     """Return whether a parameter is a matrix inside the layers."""
-    return value.ndim == 2 and not any(part in name for part in NON_HIDDEN_NAMES)
+    return value.ndim == 2 and is_inside_layers(name, value)
 
 
 def compute_lr_factor(schedule: ScheduleConfig, step: int, total_steps: int | None) -> float:

@@ -6,7 +6,7 @@ model in one place.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from ramify.core.errors import EngineIncompatible, ModelUnsupported, RamifyError
 from ramify.model.graph_rewrites import build_compile_backend
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
+from ramify.model.manifest import read_tensor_dtypes
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
 from ramify.model.resolve import fetch_model
 from ramify.model.tree_attention import ATTENTION_NAME, BLOCK_SIZE, get_sliding_windows
@@ -31,6 +32,8 @@ from ramify.train.lm_head import compute_logprobs_with_top_ids
 from ramify.train.lora import disable_adapters
 from ramify.train.losses import Entries, LossFunction, ce, dppo, kl, ref_kl
 from ramify.train.model_inputs import ModelInputs, build_model_inputs
+
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class PolicyOutput(NamedTuple):
@@ -164,28 +167,63 @@ def load_policy(
     rl_loss: LossFunction = dppo,
     *,
     device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
     activation_checkpointing: bool = False,
 ) -> PolicyModel:
-    """Load a model to train, in float32; `MasterWeights` casts it to its compute dtype.
+    """Load a model to train.
 
     `model` is a packaged model, a directory, or a Hugging Face id; `rl_loss` is what `forward` computes for entries of
-    the policy gradient; `device` is by default a GPU if there is one; `activation_checkpointing` saves memory and
-    costs time.
+    the policy gradient; `device` is by default a GPU if there is one; `dtype` is that of the computation (weights are
+    loaded in bfloat16 only if they are stored in it, so that `MasterWeights` gets them as they are);
+    `activation_checkpointing` saves memory and costs time.
 
-    Raises ModelUnsupported if the policy does not compute what the model itself does. The check runs on the CPU, where
-    every model is loaded first: before sharding, and without kernels that training in another dtype would never use.
+    Raises ModelUnsupported if the policy does not compute what the model itself does. The check runs on the CPU in
+    float32, where every model is loaded first: before sharding, and without kernels that training in another dtype
+    would never use.
     """
     path = model if isinstance(model, Path) else fetch_model(model)
     config = load_config(path)
     layout = choose_pack_layout(config)
     logging.disable_progress_bar()
-    policy = PolicyModel(load_hf_model(path, config, torch.float32, get_attention_name(layout)), layout, rl_loss)
-    _check_agreement(policy)
+    load_dtype = dtype if read_tensor_dtypes(path) == {SAFETENSORS_NAMES.get(dtype)} else torch.float32
+    policy = PolicyModel(load_hf_model(path, config, load_dtype, get_attention_name(layout)), layout, rl_loss)
+    with _compute_in_float32(policy):
+        _check_agreement(policy)
     policy.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if activation_checkpointing:
         contexts = {"context_fn": lambda: (nullcontext(), _recompute_context())}
         policy.model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
     return policy
+
+
+@contextmanager
+def _compute_in_float32(policy: PolicyModel) -> Iterator[None]:
+    """Run the block with float32 weights, without a copy of all of them: layers are converted one at a time."""
+    layers: Any = getattr(policy.model.get_decoder(), "layers", ())
+    stored_dtypes = {value: value.dtype for value in (*policy.parameters(), *policy.buffers())}
+    layer_values = {value for layer in layers for value in (*layer.parameters(), *layer.buffers())}
+    outer_values = [value for value in stored_dtypes if value not in layer_values]
+
+    def convert(values: Iterable[Tensor], *, restore: bool = False) -> None:
+        for value in values:
+            if value.is_floating_point():
+                value.data = value.data.to(stored_dtypes[value] if restore else torch.float32)
+
+    def before_layer(layer: nn.Module, _: Any) -> None:
+        convert((*layer.parameters(), *layer.buffers()))
+
+    def after_layer(layer: nn.Module, *_: Any) -> None:
+        convert((*layer.parameters(), *layer.buffers()), restore=True)
+
+    convert(outer_values)
+    handles = [layer.register_forward_pre_hook(before_layer) for layer in layers]
+    handles += [layer.register_forward_hook(after_layer) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        convert(stored_dtypes, restore=True)
 
 
 @torch.no_grad()

@@ -67,6 +67,7 @@ class TrainerProcess:
             seed=config.seed,
             flat=self.flat,
             media=config.storage_path / MEDIA_DIR,
+            checkpoints=config.storage_path / CHECKPOINTS_DIR,
             token_stats=token_stats,
             log=self.log,
         )

@@ -208,9 +208,10 @@ def iter_merged_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     that of their master weights. Every rank must iterate to the end, because a sharded weight is gathered when it is
     reached.
     """
+    masters = trainer.master_weights
     adapters = {
-        name.removeprefix("model."): gather_full_tensor(master.detach())
-        for name, master in trainer.master_weights.named_parameters()
+        name.removeprefix("model."): gather_full_tensor(masters.to_float32(parameter)).to(trainer.device)
+        for name, parameter in masters.named_parameters()
         if is_adapter_weight(name)
     }
     lora = trainer.config.lora

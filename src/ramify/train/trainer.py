@@ -79,7 +79,7 @@ class Trainer:
 
     def forward_backward(self, batch: Batch) -> MetricAccumulator:
         """Run forward and backward over the packs, leaving their summed gradients with the master weights."""
-        self.master_weights.zero_grad()  # a failed step may have left some
+        self.master_weights.zero_grad(num_packs=len(batch.packs))  # a failed step may have left some
         accumulator = MetricAccumulator(batch.step)
         if self.policy.layout is PackLayout.CHAINS:
             accumulator.add_unique_tokens(count_unique_tokens(batch.packs))
@@ -88,13 +88,11 @@ class Trainer:
             inputs = self.prepare_inputs(pack, images)
             output: PolicyOutput = self.policy(inputs, batch.entry_counts)
             output.loss.backward()
-            self.master_weights.accumulate_gradients()
             accumulator.add(inputs, output, self.flops_model.count_flops(pack))
             if self.token_stats is not None:
                 self.token_stats.add_pack(pack, output.logprob, output.entropy)
         if images is not None:
             images.backward()
-            self.master_weights.accumulate_gradients()
             accumulator.add_images(len(images), images.count_flops())
         return accumulator
 
@@ -131,14 +129,10 @@ class Trainer:
         """
         if self.optimizer.fused:
             grad_norm = self.master_weights.gradient_norm()
-            learning_rate = self.optimizer.step(step, grad_norm)
         else:
-            self.master_weights.upcast_gradients()
-            max_grad_norm = self.config.optim.max_grad_norm or float("inf")
-            grad_norm = torch.nn.utils.clip_grad_norm_(self.master_weights.parameters(), max_grad_norm)
-            grad_norm = gather_full_tensor(grad_norm)
-            learning_rate = self.optimizer.step(step, grad_norm)
-            self.master_weights.copy_to_model()
+            max_grad_norm = self.config.optim.max_grad_norm or math.inf
+            grad_norm = gather_full_tensor(self.master_weights.clip_gradients(max_grad_norm))
+        learning_rate = self.optimizer.step(step, grad_norm)
         self.master_weights.zero_grad()
         return grad_norm, learning_rate
 

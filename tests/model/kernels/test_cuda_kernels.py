@@ -1,4 +1,4 @@
-"""The tests in `cuda_kernels.py`: on a GPU here, otherwise in a process where Triton interprets the kernels.
+"""The tests in `cuda_kernels.py` and of the fused AdamW: on a GPU here, otherwise where Triton interprets the kernels.
 
 Triton decides when it is imported, so the interpreter needs a process of its own.
 """
@@ -19,10 +19,10 @@ else:
 
     def test_kernels_in_the_interpreter():
         pytest.importorskip("triton")
-        script = str(Path(__file__).with_name("cuda_kernels.py"))
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", script]
+        scripts = [Path(__file__).with_name("cuda_kernels.py"), Path(__file__).parents[2] / "train/test_fused_adamw.py"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *map(str, scripts)]
         env = {**os.environ, "TRITON_INTERPRET": "1"}
         result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stdout + result.stderr
-        num_passed = 6 if os.environ.get("RAMIFY_FULL") else 3
+        num_passed = 14 if os.environ.get("RAMIFY_FULL") else 11
         assert f"{num_passed} passed" in result.stdout

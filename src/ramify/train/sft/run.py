@@ -140,6 +140,7 @@ class _SftRun:
             self.ranks,
             total_steps=self.total_steps,
             seed=config.seed,
+            checkpoints=self.checkpoints.directory,
             log=self.display.print_line,
         )
         if first_step:
