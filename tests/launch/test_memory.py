@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from ramify.launch.devices import Gpu, allocate_devices
-from ramify.launch.memory import ModelSize, estimate_memory
+from ramify.launch.memory import ModelSize, decide_moments, estimate_memory
 from ramify.launch.plan import build_plan
 from ramify.model.load import load_model
 from ramify.model.resolve import resolve_model_path
@@ -51,6 +51,18 @@ def test_weights_that_are_handed_over_in_memory_are_counted(tmp_path, num_gpus):
     copy_bytes = size.num_parameters * (2 if num_gpus else 4)
     assert ipc.trainer - disk.trainer == copy_bytes  # the buffer; on a CPU it is a file, but its copy is not
     assert ipc.other - disk.other == (copy_bytes if num_gpus else 0)  # the copy in pinned memory
+
+
+@pytest.mark.parametrize(("gib", "moments"), [(80, "float32"), (34, "8bit"), (20, "float32")])
+def test_moments_have_8_bits_where_float32_does_not_fit_and_8_bits_do(tmp_path, gib, moments):
+    devices = allocate_devices(8, [Gpu("0", "a GPU", gib << 30)], inference="auto", trainer="auto", placement="auto")
+    size = ModelSize(2 * 10**9, 20, 2048, 8192, 256, num_outer_parameters=10**8)
+    settings = {"inference": {"kv_memory_fraction": 0.05}, "trainer": {"pack_tokens": 1024}}
+    decided = decide_moments(config(tmp_path, **settings), size, devices)
+    assert decided.trainer.optim.moments == moments
+    requested = config(tmp_path, **{**settings, "trainer": {"pack_tokens": 1024, "optim": {"moments": "8bit"}}})
+    saved_bytes = estimate_memory(decided, size, devices).trainer - estimate_memory(requested, size, devices).trainer
+    assert saved_bytes == (0 if moments == "8bit" else pytest.approx(5.9375 * 1.9e9, rel=1e-6))
 
 
 def test_states_take_memory_of_the_cache(tmp_path):

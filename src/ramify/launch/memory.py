@@ -22,17 +22,19 @@ from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.launch.devices import GIB, DeviceAllocation, DeviceAllocations
 from ramify.launch.machine import get_usable_memory
-from ramify.model.experts import RECURRENT_LAYER_TYPES, describe_experts
+from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, describe_experts
 from ramify.model.image_support import find_rank_problem
 from ramify.model.manifest import read_tensor_shapes
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.config import RunConfig
+from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
 
 ASSUMED_GPU_BYTES = 80 * GIB  # memory of a GPU of unknown size
 MAX_MEMORY_FRACTION = 0.95  # of a device
 TORCH_BASE_BYTES = 1 << 30  # of a process with torch, without a model
 PROCESS_BASE_BYTES = 150 << 20  # of a process without torch
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4  # per trained parameter
+QUANTIZED_MOMENT_BYTES = 2.0625  # in 8 bits, with their scales
 STATE_BYTES = 4  # per element of a recurrent layer's state
 LORA_PARAMETER_FRACTION = 0.02  # parameters of adapters, relative to the model
 GUESSED_ORIGIN = "guessed from its name"
@@ -58,6 +60,8 @@ class ModelSize:
     state_elements: int = 0
     """Elements of the states of all recurrent layers, per request."""
     num_recurrent_layers: int = 0
+    num_outer_parameters: int = 0
+    """Parameters of embeddings and head, whose moments are always float32."""
     origin: str = "from its files"
     experts_note: str | None = None
     """What to know about a mixture of experts before it is trained."""
@@ -102,6 +106,9 @@ class ModelSize:
             kv_elements=2 * head_dim * (hf_config.get("num_key_value_heads") or num_heads),
             state_elements=sum(_count_state_elements(name, hf_config) for name in recurrent_layers),
             num_recurrent_layers=len(recurrent_layers),
+            num_outer_parameters=sum(
+                math.prod(shape) for name, shape in shapes.items() if any(part in name for part in OUTER_MATRIX_NAMES)
+            ),
             experts_note=experts_note,
         )
 
@@ -110,7 +117,8 @@ class ModelSize:
         """Guess typical dimensions: 12 hidden² parameters per layer, and a hidden size of 40 times the layers."""
         hidden_size = round((40 * num_parameters / 12) ** (1 / 3) / 128) * 128 or 128
         num_layers = max(1, hidden_size // 40)
-        return cls(num_parameters, num_layers, hidden_size, 3 * hidden_size, 2 * 1024, origin=GUESSED_ORIGIN)
+        sizes = (num_layers, hidden_size, 3 * hidden_size, 2 * 1024)
+        return cls(num_parameters, *sizes, num_outer_parameters=num_parameters // 8, origin=GUESSED_ORIGIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +143,21 @@ def estimate_memory(config: RunConfig, model: ModelSize, devices: DeviceAllocati
         other=PROCESS_BASE_BYTES * (2 + 2 * num_sources)
         + (_count_buffer_bytes(config, model, gpu=True) if devices.trainer.gpus else 0),  # its copy in pinned memory
     )
+
+
+def decide_moments(config: RunConfig, model: ModelSize, devices: DeviceAllocations) -> RunConfig:
+    """Return the configuration with the format of AdamW's moments, if that is `auto` and the trainer has a GPU.
+
+    A run with checkpoints continues in their format. Otherwise it is float32 unless only 8 bits fit.
+    """
+    optim, num_gpus = config.trainer.optim, len(devices.trainer.gpus)
+    if optim.moments != "auto" or optim.type != "adamw" or num_gpus == 0:
+        return config
+    moments = find_saved_moments((config.shared_path or config.path) / CHECKPOINTS_DIR)
+    key = ["trainer", "optim", "moments"]
+    if moments is None and num_gpus == 1 and _find_shortages(config, model, devices):
+        moments = None if _find_shortages(_with_value(config, key, "8bit"), model, devices) else "8bit"
+    return _with_value(config, key, moments or "float32")
 
 
 def check_memory(config: RunConfig, model: ModelSize, devices: DeviceAllocations) -> None:
@@ -251,6 +274,9 @@ def _list_savings(config: RunConfig) -> Settings:
     savings: Settings = {}
     if engine_key and getattr(config.inference, engine_key) > SMALL_CACHE_FRACTION:
         savings[f"inference.{engine_key}"] = SMALL_CACHE_FRACTION
+    optim = config.trainer.optim
+    if optim.type == "adamw" and optim.moments != "8bit" and config.launch.trainer_gpus == 1:
+        savings["trainer.optim.moments"] = "8bit"
     if not config.trainer.activation_checkpointing:
         savings["trainer.activation_checkpointing"] = True
     if config.trainer.pack_tokens > SMALL_PACK_TOKENS:
@@ -299,15 +325,24 @@ def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_rank
     trainer = config.trainer
     element_bytes = get_element_bytes(trainer.dtype, gpu)
     num_trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
-    has_copy = element_bytes < MASTER_BYTES or trainer.lora.enabled  # of the weights, beside the master weights
+    # With FSDP, and for adapters, the model's weights are not a part of the master weights.
+    has_copy = (element_bytes < MASTER_BYTES and num_ranks > 1) or trainer.lora.enabled
     state_bytes = model.num_parameters * element_bytes if has_copy else 0
-    state_bytes += int(num_trained * (MASTER_BYTES + MOMENT_BYTES + GRADIENT_BYTES))
+    state_bytes += int(num_trained * (MASTER_BYTES + GRADIENT_BYTES)) + _count_moment_bytes(config, model, num_trained)
     layer_elements = 8 * model.hidden_size + 4 * model.intermediate_size  # that the backward pass needs per token
     saved_elements = model.num_layers * layer_elements
     if trainer.activation_checkpointing:
         saved_elements = model.num_layers * model.hidden_size + layer_elements
     state_bytes = state_bytes // num_ranks + _count_buffer_bytes(config, model, gpu=gpu)
     return TORCH_BASE_BYTES + state_bytes + trainer.pack_tokens * saved_elements * element_bytes
+
+
+def _count_moment_bytes(config: RunConfig, model: ModelSize, num_trained: float) -> int:
+    """Return the bytes of AdamW's moments; `auto` counts as float32."""
+    if config.trainer.optim.moments != "8bit":
+        return int(num_trained * MOMENT_BYTES)
+    num_float32 = 0 if config.trainer.lora.enabled else model.num_outer_parameters
+    return int(num_float32 * MOMENT_BYTES + (num_trained - num_float32) * QUANTIZED_MOMENT_BYTES)
 
 
 def _count_buffer_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:

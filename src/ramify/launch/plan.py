@@ -24,6 +24,7 @@ from ramify.launch.memory import (
     MemoryEstimate,
     ModelSize,
     check_memory,
+    decide_moments,
     estimate_memory,
     find_long_path_warning,
 )
@@ -119,7 +120,8 @@ class LaunchPlan:
         if self.devices.is_assumed:
             gpu_size += ", as assumed (--cluster.node.gpu_memory_gib)"
         model = f"{self.model.num_parameters:,} parameters, {self.model.origin}"
-        return f"memory, roughly: {', '.join(fields)}{gpu_size}; {model}"
+        moments = "; moments of AdamW in 8 bits" if self.config.trainer.optim.moments == "8bit" else ""
+        return f"memory, roughly: {', '.join(fields)}{gpu_size}; {model}{moments}"
 
 
 def describe_run(config: RunConfig) -> str:
@@ -140,9 +142,11 @@ def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | No
         needed = "a native engine that the run starts, on the same GPU as the trainer"
         raise ConfigInvalid(f"weights.transport: 'ipc' needs {needed}; use 'disk' or 'shm'")
     model = ModelSize.from_name(config.model.name)
-    estimate = estimate_memory(config, model, devices) if model else None
+    estimate = None
     if model is not None:
+        config = decide_moments(config, model, devices)
         check_memory(config, model, devices)
+        estimate = estimate_memory(config, model, devices)
     builder = _PlanBuilder(config, devices)
     services = (*builder.build_inference_specs(), *builder.build_model_specs(), *builder.build_env_server_specs())
     return builder.build((*services, builder.build_orchestrator_spec(), builder.build_trainer_spec()), model, estimate)
