@@ -7,7 +7,7 @@ import httpx
 import msgspec
 import pytest
 
-from ramify.infer import openai_api, tokenize_api
+from ramify.infer import control_api, openai_api
 from ramify.trace import Message
 from ramify.trace.version import PolicyVersion
 from tests.support.models import build_core, publish_as, write_llama
@@ -217,7 +217,7 @@ def test_large_prompt_is_decoded_outside_the_event_loop(http, monkeypatch, path,
         return original(self, ids, **options)
 
     monkeypatch.setattr(openai_api, "OFFLOAD_MIN_TOKENS", 5)
-    monkeypatch.setattr(tokenize_api, "OFFLOAD_MIN_TOKENS", 5)
+    monkeypatch.setattr(control_api, "OFFLOAD_MIN_TOKENS", 5)
     monkeypatch.setattr(ByteTokenizer, "decode", record_thread)
     http.post(path, json={"prompt": "hello", **fields}).raise_for_status()
     assert threads and "test-server" not in threads

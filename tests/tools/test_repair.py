@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from ramify.env.tasksets.repair import load_bugs, load_cases
-from tools.repair.__main__ import build_cases, call_with_limit, find_bugs, load_source, read_source
+from ramify.env.tasksets.repair import load_bugs, load_cases, load_sources
+from tools.repair.__main__ import build_cases, call_with_limit, find_bugs, load_source
 from tools.repair.arguments import ARGUMENTS
 from tools.repair.mutations import find_edits
 
@@ -23,7 +23,7 @@ def test_generator_makes_the_stored_cases_and_bugs_again(name):
 
 def test_every_module_has_arguments_for_every_function():
     for name, functions in ARGUMENTS.items():
-        tree = ast.parse(read_source(name))
+        tree = ast.parse(load_sources()[name])
         defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert {function for function in defined if not function.startswith("_")} == set(functions)
 

@@ -18,7 +18,7 @@ from ramify.infer.gateway.config import SamplingConfig
 from ramify.infer.gateway.policy import TokenPolicy
 from ramify.infer.images import ImageReference
 from ramify.model.render import ParsedReply, RenderedPrompt, Renderer, load_renderer
-from ramify.rollout import Environment, SourceConfig, run_rollout
+from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.trace import Trace, Usage
 
 MAX_CONCURRENT = 64
@@ -75,7 +75,7 @@ class LocalModel:
         policy = TokenPolicy(self, self._renderer, self._name, max_model_len=self._engine.core.max_model_len)
         tasks = list(islice(environment.iter_tasks(), num_tasks))
         episodes = await _gather_bounded(
-            run_rollout(
+            run_attempt(
                 environment, task, policy=policy, id=f"{index}.{attempt}", group=str(index), attempt=attempt, seed=seed
             )
             for index, task in enumerate(tasks)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ramify.model.kernels.cpu import c_library, small_gemm
+from ramify.model.kernels.cpu import c_library, decoder
 from ramify.model.kernels.cpu.c_library import CLibraryUnavailable
 from ramify.model.kernels.cpu.decoder import MAX_ROWS, SmallGemmDecoderOps
 from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights
@@ -120,9 +120,9 @@ def test_missing_compiler_is_reported(monkeypatch):
 def test_other_cpus_dtypes_and_widths_use_torch(monkeypatch):
     with pytest.raises(CLibraryUnavailable, match="float32 on cpu"):
         SmallGemmDecoderOps(SIZES, minimal_weights(torch.float32))
-    monkeypatch.setattr(small_gemm, "read_cpu_features", lambda: ["flags : avx512_bf16"])
+    monkeypatch.setattr(decoder, "read_cpu_features", lambda: ["flags : avx512_bf16"])
     with pytest.raises(CLibraryUnavailable, match="multiple of 32"):
         SmallGemmDecoderOps(DecoderSizes(3, 1, 10, HIDDEN, INNER, 1e-5, 0.3), minimal_weights())
-    monkeypatch.setattr(small_gemm, "read_cpu_features", lambda: ["flags : avx2"])
+    monkeypatch.setattr(decoder, "read_cpu_features", lambda: ["flags : avx2"])
     with pytest.raises(CLibraryUnavailable, match="no AVX512-BF16"):
         SmallGemmDecoderOps(SIZES, minimal_weights())
