@@ -84,9 +84,18 @@ def parse_stubs(source: Path) -> dict[str, str]:
     }
 
 
+def walk_statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, also inside functions, classes and blocks; expressions are not visited."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for node in getattr(tree, field, ()):
+            if isinstance(node, ast.stmt):
+                yield node
+            yield from walk_statements(node)
+
+
 def find_public_names(package: str, stub: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield each name that the stub of a package imports, and the same name in the module that it comes from."""
-    for node in ast.walk(stub):
+    for node in walk_statements(stub):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             for alias in node.names:
                 yield f"{package}.{alias.asname or alias.name}", f"{package}.{node.module}.{alias.name}"
@@ -99,7 +108,7 @@ def find_imports(
 
     `from package import name` is an import of that module, or of the module that a public name of the package is in.
     """
-    for node in ast.walk(tree):
+    for node in walk_statements(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -188,7 +197,7 @@ def find_heavy_imports(trees: Mapping[str, ast.Module], parts: Mapping[str, str]
     for module, tree in trees.items():
         if parts[module] in HEAVY_PARTS:
             continue
-        for node in ast.walk(tree):
+        for node in walk_statements(tree):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -204,7 +213,7 @@ def find_repeated_classes(trees: Mapping[str, ast.Module]) -> Iterator[str]:
     """Yield each public class name that more than one class has."""
     places: dict[str, list[str]] = {}
     for module, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in walk_statements(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(f"{module}:{node.lineno}")
     for name, definitions in sorted(places.items()):
