@@ -54,6 +54,12 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 50)
 
 
+def pytest_unconfigure():
+    """Let the collector free the objects of Triton's library, which writes a list of what is left at the exit."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory):
     """The directory of a finished run of `ramify rl`, shared by all workers: only read it, or copy it first.

@@ -57,7 +57,6 @@ HEAVY_TESTS = (
     "tests/test_minimal_rl.py",
     "tests/test_scripted_server.py",
     "tests/tools/test_stages.py",
-    "tests/trace/test_gradients.py",
 )
 HEAVY_SHARE = 1 / 3  # of the workers of a run of all tests
 
