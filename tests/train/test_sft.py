@@ -197,7 +197,7 @@ def test_a_conversation_that_the_template_refuses_is_reported_by_its_row(tmp_pat
 
 @pytest.mark.parametrize("trainer", [{"loss": {"id": "ppo"}}, {"record_token_stats": True}])
 def test_trainer_settings_of_reinforcement_learning_are_refused(trainer):
-    with pytest.raises(ValidationError, match=f"trainer.{next(iter(trainer))} is "):
+    with pytest.raises(ValidationError, match=f"trainer.{next(iter(trainer))}: is "):
         SftConfig.model_validate({"data": {"path": "rows.jsonl"}, "trainer": trainer})
 
 
