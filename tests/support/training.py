@@ -24,7 +24,7 @@ SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -40,14 +40,14 @@ CONFIGS = {
         head_dim=16,
         use_sliding_window=True,
         sliding_window=9,
-        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        layer_types=["full_attention", "sliding_attention"],
     ),
 }
 HYBRID = Lfm2Config(
     **{name: value for name, value in SIZES.items() if name != "intermediate_size"},
     intermediate_size=96,
     block_auto_adjust_ff_dim=False,
-    layer_types=["conv", "full_attention", "conv"],
+    layer_types=["conv", "full_attention"],
 )
 
 

@@ -197,6 +197,7 @@ def test_newer_checkpoints_stay_if_the_committed_one_cannot_be_loaded(model, tmp
 
 @pytest.mark.megabytes(1)
 def test_every_failed_save_is_reported_and_the_last_one_fails_the_trainer(model, small_disk, capsys):
+    (small_disk / "filler").write_bytes(bytes(700_000))
     args = arguments(model, small_disk, "--checkpoint.interval", "1", "--weights.transport", "shm")
     with FakeOrchestrator(random_batches(2)) as orchestrator:
         assert main([*args, "--address", orchestrator.address]) == 1

@@ -339,7 +339,7 @@ def test_flops_count_each_product_once():
     assert full == forest.num_attention_pairs
     windowed = int(np.minimum(forest.position_ids + 1, 9).sum())
     scored = len(forest.unique_head_inputs()[0])
-    expected = 6 * layers * len(forest) + 6 * VOCAB * 48 * scored + 12 * 4 * 16 * (2 * full + windowed)
+    expected = 6 * layers * len(forest) + 6 * VOCAB * 48 * scored + 12 * 4 * 16 * (full + windowed)
     assert FlopsModel.from_model(policy.model).count_flops(forest) == expected
 
 
