@@ -4,12 +4,15 @@ import ast
 import runpy
 from pathlib import Path
 
+import pytest
+
 import ramify
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "minimal_rl.py"
 
 
+@pytest.mark.run
 def test_the_script_learns_to_reverse_text():
     import torch  # here, so that collecting the tests does not import it
 
