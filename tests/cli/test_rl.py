@@ -18,7 +18,7 @@ from ramify.core.config import parse
 from ramify.infer.config import ExternalConfig
 from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
-from tests.support.processes import RUNS_FOREVER, list_running, read_pids, wait_until
+from tests.support.processes import RUNS_FOREVER, fails_with, list_running, read_pids, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -225,9 +225,8 @@ def test_interrupt_leaves_no_process_and_prints_the_resume_command(tmp_path):
 
 
 def test_failure_prints_its_name_and_the_resume_command(tmp_path):
-    out, err = start_stubbed(
-        tmp_path, "print('DeadlineExceeded: batch 3 waited for inference'); sys.exit(1)"
-    ).communicate()
+    ending = fails_with("DeadlineExceeded('batch 3 waited for inference')")
+    out, err = start_stubbed(tmp_path, ending).communicate()
     assert err.splitlines()[-1] == "DeadlineExceeded: batch 3 waited for inference"
     assert "nothing is finished yet; rerun: ramify rl @" in err
     assert "Traceback" not in out + err

@@ -20,7 +20,6 @@ from ramify.launch.supervisor import (
     RunOutcome,
     Supervisor,
     SupervisorSettings,
-    parse_failure_from_log,
 )
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.processes.watcher import DESCENDANTS_TIMEOUT
@@ -30,6 +29,7 @@ from tests.support.processes import (
     TIMEOUT,
     async_wait_until,
     build_spec,
+    fails_with,
     list_running,
     read_pids,
     wait_until,
@@ -98,25 +98,23 @@ async def test_identical_crashes_with_long_times_between_are_no_bug(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("role", "line", "exit_code", "error", "message"),
+    ("role", "failure", "expected"),
     [
-        (ProcessRole.FOLLOWER, "StorageFull: no room on /data", 1, StorageFull, r"^no room on /data$"),
-        (ProcessRole.LEADER, "DeadlineExceeded: waited for inference", 1, DeadlineExceeded, "waited for inference"),
+        (ProcessRole.FOLLOWER, "StorageFull('no room on /data')", StorageFull("no room on /data")),
+        (ProcessRole.LEADER, "DeadlineExceeded('waited')", DeadlineExceeded("waited")),
         (
             ProcessRole.SERVICE,
-            "max_char: unknown key",
-            2,
-            ConfigInvalid,
-            r"it cannot be started:\nmax_char: unknown key",
+            "ConfigInvalid('unknown key', key='max_char')",
+            ConfigInvalid("it cannot be started: unknown key", key="max_char"),
         ),
     ],
     ids=["permanent", "leader", "config"],
 )
-async def test_failure_that_a_restart_cannot_fix_ends_the_run(tmp_path, role, line, exit_code, error, message):
-    specs = [build_spec(tmp_path, "it", f"print({line!r}); sys.exit({exit_code})", role)]
+async def test_failure_that_a_restart_cannot_fix_ends_the_run(tmp_path, role, failure, expected):
+    specs = [build_spec(tmp_path, "it", fails_with(failure), role)]
     if role is not ProcessRole.LEADER:
         specs.append(build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER))
-    with pytest.raises(error, match=message):
+    with pytest.raises(type(expected), match=f"^{expected}$"):
         await supervise(specs)
     assert len(read_pids(tmp_path, "it")) == 1
 
@@ -387,18 +385,3 @@ async def test_stop_without_checkpoint_ends_after_the_grace_period(tmp_path):
     async with asyncio.timeout(TIMEOUT):
         assert await running is RunOutcome.STOPPED
     assert lines[-1] == "no new checkpoint; the previous one is used"
-
-
-# -- helpers -----------------------------------------------------------------------------------------------
-
-
-def test_only_ramify_failures_are_parsed_from_a_log():
-    port_taken = parse_failure_from_log("starting\nPortTaken: 8000")
-    assert port_taken is not None
-    assert port_taken.message == "8000"
-    with_log = parse_failure_from_log("ProviderError: gone; last lines of its log:\nline 1\nline 2")
-    assert with_log is not None
-    assert with_log.message.endswith("line 2")
-    assert parse_failure_from_log("PortTaken: 8000\nTraceback (most recent call last):\n  File\nValueError: x") is None
-    assert parse_failure_from_log("ValueError: x") is None
-    assert parse_failure_from_log("") is None

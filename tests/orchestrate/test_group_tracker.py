@@ -61,7 +61,7 @@ def test_retry_may_succeed():
 def test_permanent_failure_is_not_retried():
     group = GroupTracker(0, 3, max_tries=9)
     assert group.record_failure(0, REFUSED) is AttemptOutcome.DROPPED
-    assert group.failed_attempts == {0: REFUSED}
+    assert group.failed_attempts == {0: REFUSED.name}
 
 
 def test_too_few_is_reported_as_soon_as_it_is_certain():

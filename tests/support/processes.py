@@ -122,3 +122,9 @@ def read_pids(directory: Path, name: str = "*") -> list[int]:
 def list_running(directory: Path) -> list[int]:
     """Return the pids of all processes that still run."""
     return [pid for pid in read_pids(directory) if is_running(pid)]
+
+
+def fails_with(failure: str) -> str:
+    """Return code of a child process that reports a failure, such as `RunStalled('x')`, and exits."""
+    imports = "import sys; from ramify.core import errors; from ramify.processes.log import report_failure"
+    return f"{imports}; report_failure(errors.{failure}); sys.exit(1)"

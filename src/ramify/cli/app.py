@@ -19,6 +19,7 @@ from ramify.cli.heavy_imports import pause_garbage_collection
 from ramify.core.errors import ConfigInvalid, RamifyError
 from ramify.core.names import suggest
 from ramify.core.terminal import escape_output, print_exception
+from ramify.processes.log import report_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +69,12 @@ def _run_with_exit_code(argv: Sequence[str] | None) -> int:
         exit_code = _run(sys.argv[1:]) if argv is None else _run(list(argv), owns_process=False)
         sys.stdout.flush()  # inside `try`: it may raise BrokenPipeError
         return exit_code
-    except ConfigInvalid as error:
-        is_subclass = type(error) is not ConfigInvalid  # such as EnvironmentChanged, which the docs list by name
-        print(f"{error.name}: {error.message}" if is_subclass else error, file=sys.stderr)
-        return 2
     except RamifyError as error:
-        print(f"{error.name}: {error.message}", file=sys.stderr)
-        return 1
+        return _print_failure(error)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):  # the two that every command that runs a model needs
             raise
-        print(f"{error.name} is not installed; pip install 'ramify[local]'", file=sys.stderr)
-        return 2
+        return _print_failure(ConfigInvalid(f"{error.name} is not installed; pip install 'ramify[local]'"))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -87,6 +82,13 @@ def _run_with_exit_code(argv: Sequence[str] | None) -> int:
         if not _discard_output_if_reader_gone():
             raise
         return 141
+
+
+def _print_failure(error: RamifyError) -> int:
+    """Print a failure, with its name unless it is a plain ConfigInvalid, and return the exit code."""
+    print(error.message if type(error) is ConfigInvalid else f"{error.name}: {error.message}", file=sys.stderr)
+    report_failure(error)
+    return 2 if isinstance(error, ConfigInvalid) else 1
 
 
 def _run(argv: list[str], *, owns_process: bool = True) -> int:

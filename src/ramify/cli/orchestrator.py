@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ramify.cli.short_flags import expand_short_flags
 from ramify.core.config import add_origins, parse, pop_flags
 from ramify.core.display import LogDisplay
-from ramify.core.errors import ConfigInvalid, EngineIncompatible
+from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count
 from ramify.infer.config import ExternalConfig
 from ramify.launch.monitor import check_sinks_installed
@@ -103,9 +103,6 @@ def _run_in_process(config: RunConfig, *, accept: bool) -> int:
             config, on_metrics=monitors.log_metrics, on_samples=log_samples, on_status_address=record_status_address
         )
         exit_code = asyncio.run(orchestrator.run())
-    except EngineIncompatible as error:
-        print(f"{error.name}: {error.message}", file=sys.stderr)
-        return 2
     finally:
         monitors.close()
     if exit_code == 0:

@@ -20,7 +20,7 @@ from enum import Enum
 from pathlib import Path
 
 from ramify.core.async_calls import call_storage, cancel_all
-from ramify.core.errors import DeadlineExceeded
+from ramify.core.errors import DeadlineExceeded, RamifyError
 from ramify.launch.gang import build_gang_variables
 from ramify.launch.launcher import Launcher, Placement, ProcessSlot, ProcessStart
 from ramify.processes.child import wait_until_ready
@@ -278,6 +278,10 @@ class SupervisedProcess:
     def tail(self) -> str:
         """Return the last lines that this execution has written to the log, of the rank that failed."""
         return self._logs[self._failed_rank].tail()
+
+    def read_failure(self) -> RamifyError | None:
+        """Return the failure that the rank that failed reported; None if it ended without one."""
+        return self._logs[self._failed_rank].read_failure()
 
 
 def prefork_shared_modules(specs: Sequence[ProcessSpec]) -> AbstractContextManager[PreforkClient | None]:

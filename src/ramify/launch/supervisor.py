@@ -14,7 +14,6 @@ stopped at once; none outlives the supervisor.
 
 import asyncio
 import contextlib
-import re
 import signal
 import threading
 import time
@@ -25,13 +24,13 @@ from functools import partial
 from typing import NamedTuple
 
 from ramify.core.async_calls import call_storage, cancel_all
-from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError, StorageFailed, failure_classes
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError, StorageFailed
 from ramify.launch.launcher import Launcher
 from ramify.launch.liveness import get_process_state, wait_for_silence, watch_reachability
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import EarlierProcess, ProcessRole, ProcessSpec, ProcessState, SupervisedProcess
 from ramify.orchestrate.config import EXIT_RESUMABLE
-from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit, is_signal_exit
+from ramify.processes.exit_codes import describe_exit, is_signal_exit
 from ramify.processes.restart_budget import FIRST_DELAY, RESTART_WINDOW, RestartBudget
 from ramify.run.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
 from ramify.run.fencing.token import FencingToken
@@ -39,7 +38,6 @@ from ramify.run.store.head_replication import STORAGE_TIMEOUT
 
 MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
 ALIVE_STATES = (ProcessState.STARTING, ProcessState.READY, ProcessState.SILENT)
-FAILURE_LINE = re.compile(r"([A-Z]\w+): (.*)")  # how commands print a failure
 
 
 class RunOutcome(Enum):
@@ -333,9 +331,10 @@ class Supervisor:
         if is_leader and code in (0, EXIT_RESUMABLE):
             self._set_outcome(self._stop_outcome if code else RunOutcome.FINISHED)
             return False
-        if code == EXIT_CONFIG_INVALID:
-            raise ConfigInvalid(f"{spec.name} cannot be started:\n{process.tail()}")
-        failure = parse_failure_from_log(process.tail()) if code == 1 else None
+        failure = process.read_failure()
+        if type(failure) is ConfigInvalid:
+            problems = [(key, f"{spec.name} cannot be started: {text}") for key, text, _ in failure.problems]
+            raise ConfigInvalid(problems=problems) from failure
         if failure is not None and (is_leader or not failure.retryable):
             raise failure
         if self._stop_task is not None and is_leader:
@@ -370,7 +369,7 @@ class Supervisor:
         Each must be within `restart_window` of the one before.
         """
         crashes, tail, now = self._crashes[process.spec.name], process.tail(), time.monotonic()
-        if is_signal_exit(code) or parse_failure_from_log(tail) is not None:
+        if is_signal_exit(code) or process.read_failure() is not None:
             crashes.clear()
             return 0
         crash = _Crash(tail.splitlines()[-1], now)
@@ -483,15 +482,3 @@ def _describe_end(process: SupervisedProcess, code: int) -> str:
     if process.silent_seconds is None:
         return describe_exit(code)
     return f"did not answer for {process.silent_seconds:.0f} s and was killed"
-
-
-def parse_failure_from_log(log_tail: str) -> RamifyError | None:
-    """Return the Ramify failure that a command printed last; None if its log ends with something else."""
-    lines = log_tail.splitlines()
-    first = len(lines) - 1 if any(line.startswith("Traceback") for line in lines) else 0
-    for index in range(len(lines) - 1, first - 1, -1):
-        match = FAILURE_LINE.fullmatch(lines[index])
-        failure_class = failure_classes().get(match[1]) if match else None
-        if match and failure_class:
-            return failure_class("\n".join([match[2], *lines[index + 1 :]]))
-    return None

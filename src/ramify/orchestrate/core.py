@@ -357,7 +357,7 @@ class OrchestratorCore:
                 for attempt in attempts
                 if attempt.rollout_id is not None and attempt.state is not GroupState.DROPPED
             },
-            {attempt.attempt_index: parse_failure(attempt.detail) for attempt in dropped},
+            {attempt.attempt_index: attempt.notes.get("failure", "") for attempt in dropped},
             {attempt.attempt_index: attempt.num_tries for attempt in attempts},
         )
         self.admission.restore_group(group.number)
@@ -391,7 +391,8 @@ class OrchestratorCore:
             await self.ledger.retry_attempt(tracker.number, attempt, message)
             self.attempt_queue.push(tracker.number, attempt, is_retry=True)
             return GroupProgress.OPEN
-        await self.ledger.drop_attempt(tracker.number, attempt, DropReason.FAILED, message)
+        notes = {"failure": failure.name}
+        await self.ledger.drop_attempt(tracker.number, attempt, DropReason.FAILED, message, notes)
         if tracker.progress is GroupProgress.TOO_FEW:
             await self._drop_locked_group(tracker.number, DropReason.TOO_FEW, _describe_failures(tracker))
         return tracker.progress
@@ -444,12 +445,6 @@ def format_failure(failure: Failure) -> str:
     return f"{failure.name}: {failure.message}"
 
 
-def parse_failure(detail: str) -> Failure:
-    """Return the failure that `format_failure` made the text of."""
-    name, _, message = detail.partition(": ")
-    return Failure(name, message, "system", False)
-
-
 def _describe_failures(tracker: GroupTracker) -> str:
-    names = sorted({failure.name for failure in tracker.failed_attempts.values()})
+    names = sorted(set(tracker.failed_attempts.values()))
     return f"{len(tracker.failed_attempts)} of {tracker.size} attempts failed: {', '.join(names)}"

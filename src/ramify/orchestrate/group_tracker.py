@@ -41,7 +41,7 @@ class GroupTracker:
 
     Attributes:
         rollouts: traces of the kept attempts, by attempt.
-        failed_attempts: last failure of the dropped attempts, by attempt.
+        failed_attempts: name of the last failure of the dropped attempts, by attempt.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GroupTracker:
     ) -> None:
         self.number, self.size = number, size
         self.rollouts: dict[int, tuple[Trace, ...]] = {}
-        self.failed_attempts: dict[int, Failure] = {}
+        self.failed_attempts: dict[int, str] = {}
         self._max_tries, self._group_rewards = max_tries, group_rewards
         self._min_attempts = min(min_group_size, size)
         self._num_tries = dict.fromkeys(range(size), 1)
@@ -93,13 +93,13 @@ class GroupTracker:
         if failure.retryable and self._num_tries[attempt] < self._max_tries:
             self._num_tries[attempt] += 1
             return AttemptOutcome.RETRY
-        self.failed_attempts[attempt] = failure
+        self.failed_attempts[attempt] = failure.name
         return AttemptOutcome.DROPPED
 
     def restore(
         self,
         rollouts: Mapping[int, Sequence[Trace]],
-        failed_attempts: Mapping[int, Failure],
+        failed_attempts: Mapping[int, str],
         num_tries: Mapping[int, int],
     ) -> None:
         """Restore the state from the ledger; attempts with neither rollout nor failure are pending."""

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from ramify.core.errors import DeadlineExceeded, ProcessDied
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
+from ramify.processes.log import FAILURE_VARIABLE
 from ramify.processes.prefork import PreforkClient
 from ramify.processes.watcher import DETACH_FLAG
 
@@ -53,7 +54,8 @@ class ChildProcess:
         leaves the watcher time to clean up. `watcher_command` starts the watcher, and `start_timeout` is the number of
         seconds until the watcher must have reported that the command runs.
         """
-        self.command, self.env, self.stop_timeout = tuple(command), dict(env or {}), stop_timeout
+        self.command, self.stop_timeout = tuple(command), stop_timeout
+        self.env = {FAILURE_VARIABLE: "1", **(env or {})}
         self._is_detached, self._start_timeout = is_detached, start_timeout
         self._watcher_command = tuple(watcher_command)
         self.pid = 0

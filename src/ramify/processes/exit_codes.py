@@ -5,7 +5,6 @@ import signal
 
 SIGNAL_EXIT_OFFSET = 128  # added to the number of the signal that killed a process
 EXIT_NOT_STARTED = 127  # a command that cannot be started
-EXIT_CONFIG_INVALID = 2  # a `ramify` command with an invalid configuration
 
 
 def is_signal_exit(code: int) -> bool:

@@ -10,7 +10,7 @@ from typing import IO, Self
 from ramify.core.config import Config, write_toml
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, RamifyError
 from ramify.processes.child import RAMIFY_COMMAND, ChildProcess
-from ramify.processes.exit_codes import EXIT_CONFIG_INVALID, describe_exit
+from ramify.processes.exit_codes import describe_exit
 from ramify.processes.log import ProcessLog
 
 ADDRESS_PATTERN = re.compile(r"^serving .+ at (\S+)$", re.MULTILINE)
@@ -80,9 +80,9 @@ class ServerProcess:
             message = f"{self.title} was not ready within {self._start_timeout:g} s"
             raise DeadlineExceeded(f"{message}; {self.log.describe_tail()}") from None
         if not is_ready:
-            code = await self._child.wait()
-            if code == EXIT_CONFIG_INVALID:
-                raise ConfigInvalid(self.log.tail())
+            code, failure = await self._child.wait(), self.log.read_failure()
+            if isinstance(failure, ConfigInvalid):
+                raise failure
             raise self.exit_error(f"{self.title} {describe_exit(code)}; {self.log.describe_tail()}")
 
     async def _has_address(self) -> bool:

@@ -124,9 +124,17 @@ class Ledger:
             lambda connection: _end_attempt(connection, key, GroupState.SAMPLED, rollout=record.id), [(record, traces)]
         )
 
-    async def drop_attempt(self, group_number: int, attempt_index: int, reason: DropReason, detail: str = "") -> None:
-        """Drop one attempt; its group goes on without it."""
-        key, columns = (group_number, attempt_index), {"reason": reason.value, "detail": detail}
+    async def drop_attempt(
+        self,
+        group_number: int,
+        attempt_index: int,
+        reason: DropReason,
+        detail: str = "",
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Drop one attempt; its group goes on without it. `notes` has plain data about it."""
+        key, encoded = (group_number, attempt_index), msgspec.msgpack.encode(dict(notes or {}))
+        columns: dict[str, str | bytes] = {"reason": reason.value, "detail": detail, "notes": encoded}
         await self._submit_change(lambda connection: _end_attempt(connection, key, GroupState.DROPPED, **columns))
 
     async def record_scored(
@@ -524,7 +532,9 @@ def _get_attempt_state(connection: sqlite3.Connection, key: tuple[int, int]) -> 
     return GroupState(row[0])
 
 
-def _end_attempt(connection: sqlite3.Connection, key: tuple[int, int], target: GroupState, **columns: str) -> None:
+def _end_attempt(
+    connection: sqlite3.Connection, key: tuple[int, int], target: GroupState, **columns: str | bytes
+) -> None:
     """Move an attempt to `target` and set `columns`; mark its group as sampled if no attempt of it is running."""
     group_number, attempt_index = key
     issued, columns = GroupState.ISSUED.value, {"state": target.value, **columns}

@@ -76,7 +76,7 @@ class AttemptRecord:
     """One attempt of a group.
 
     `num_tries` is how often it was run, `rollout_id` the rollout it became. `detail` is the last system failure, or
-    more about the drop `reason`. `notes` is plain data that scoring added, such as the advantage.
+    more about the drop `reason`. `notes` is plain data, such as the advantage or the name of the failure.
     """
 
     group_number: int
