@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main
-from ramify.cli.app import COMMANDS
+from ramify.cli.commands import COMMANDS
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
 from tests.support.ledgers import write_finished_run
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli import doctor_checks
-from ramify.cli.doctor import print_report
-from ramify.cli.doctor_checks import CheckResult
+from ramify.cli import doctor
+from ramify.cli.doctor import CheckResult, print_report
 from ramify.core.console import PipeConsole
 from ramify.launch.machine import CgroupLimits, count_usable_cores, read_cgroup_limits
 from ramify.model.precision import cpu_has_bfloat16
@@ -75,13 +74,13 @@ def test_missing_component_says_what_it_enables_and_how_to_install_it(bare):
 def test_working_component_is_ok(tmp_path, monkeypatch):
     write_program(tmp_path, "node", "echo v20.1.0")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [(result.state, result.detail) for result in doctor_checks.check_node()] == [("ok", "20.1.0")]
+    assert [(result.state, result.detail) for result in doctor.check_node()] == [("ok", "20.1.0")]
 
 
 def test_node_that_does_not_run_is_broken(tmp_path, monkeypatch):
     write_program(tmp_path, "node", "exit 3")
     monkeypatch.setenv("PATH", str(tmp_path))
-    [result] = doctor_checks.check_node()
+    [result] = doctor.check_node()
     assert result.state == "broken"
     assert "exit code 3" in result.detail
 
@@ -119,13 +118,13 @@ def test_report_without_a_terminal_names_every_check(bare, capsys, monkeypatch):
 
 def test_every_extra_has_a_purpose():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(doctor_checks.EXTRA_PURPOSES) == set(project["optional-dependencies"])
+    assert set(doctor.EXTRA_PURPOSES) == set(project["optional-dependencies"])
 
 
 def test_extra_is_missing_if_one_requirement_is(monkeypatch):
     requires = ["numpy>=2", "msgspec>=0.1; extra == 'local'", "not-a-package[x]>=1; extra == 'local'"]
-    monkeypatch.setattr(doctor_checks, "requires", lambda _: requires)
-    result = next(result for result in doctor_checks.check_extras() if result.name == "extra local")
+    monkeypatch.setattr(doctor, "requires", lambda _: requires)
+    result = next(result for result in doctor.check_extras() if result.name == "extra local")
     assert result.state == "missing"
     assert result.detail == "missing not-a-package"
     assert "ramify[local]" in result.fix
@@ -135,8 +134,8 @@ def test_uninstalled_package_is_reported(monkeypatch):
     def requires(_: str) -> list[str]:
         raise PackageNotFoundError
 
-    monkeypatch.setattr(doctor_checks, "requires", requires)
-    assert [result.state for result in doctor_checks.check_extras()] == ["broken"]
+    monkeypatch.setattr(doctor, "requires", requires)
+    assert [result.state for result in doctor.check_extras()] == ["broken"]
 
 
 # -- cores and memory -------------------------------------------------------------------------------------------------

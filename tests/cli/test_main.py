@@ -1,5 +1,7 @@
 """The `ramify` command: help, version and exit codes."""
 
+import ast
+import gc
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import pytest
 
 from ramify import __version__
 from ramify.cli import app
+from ramify.cli.commands import COMMANDS, CliCommand, ConfigCommand, pause_garbage_collection, switch
 
 COMMAND = str(Path(sys.executable).parent / "ramify")
 
@@ -22,7 +25,8 @@ def command(monkeypatch, tmp_path):
         lines = "\n    ".join(body)
         (tmp_path / f"{name}.py").write_text(f"def run(args):\n    {lines}\n", encoding="utf-8")
         monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.setitem(app.COMMANDS, "scratch", app.CliCommand(name, "a command of this test"))
+        options = (switch("--max_step", "an option"),)
+        monkeypatch.setitem(COMMANDS, "scratch", CliCommand("a command of this test", f"{name}:run", options))
 
     return define
 
@@ -38,7 +42,7 @@ def test_version(command):
 def test_help_lists_every_command(args, ramify):
     result = ramify(*args)
     assert result.returncode == 0
-    for name, command in app.COMMANDS.items():
+    for name, command in COMMANDS.items():
         assert f"  {name}" in result.stdout
         assert command.help in result.stdout
 
@@ -129,3 +133,22 @@ def test_run_name_must_stay_below_output(words, capsys):
     for name in ("..", ".", "/elsewhere", "a/../../b"):
         assert app.main([*words.split(), "--name", name, "--dry-run"]) == 2
         assert "below `output`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_import_paths_of_a_command_exist(name):
+    command = COMMANDS[name]
+    paths = [command.run]
+    if isinstance(command, ConfigCommand):
+        paths += [command.config, command.expand, command.extract]
+    for module, _, attribute in (path.partition(":") for path in paths if path):
+        file = Path(app.__file__).parents[1].joinpath(*module.split(".")[1:]).with_suffix(".py")
+        definitions = {getattr(node, "name", None) for node in ast.parse(file.read_text()).body}
+        assert attribute in definitions, f"{module} does not define {attribute}"
+
+
+def test_garbage_collection_continues_also_after_a_failed_import():
+    with pytest.raises(ImportError), pause_garbage_collection():
+        assert not gc.isenabled()
+        raise ImportError("no module")
+    assert gc.isenabled()

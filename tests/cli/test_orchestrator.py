@@ -128,7 +128,7 @@ async def test_chat_only_endpoint_is_refused_for_training(home, chat, capsys):
     async with EnvServer(EnvServerConfig.model_validate(config)) as server:
         where = ["--train.0.address", server.address, "--train.0.pool", '{"type": "elastic"}', "-o", str(home)]
         command = ["orchestrator", "@", str(home / "run.toml"), "--name", "refused", *where]
-        assert await asyncio.to_thread(main, command) == 2
+        assert await asyncio.to_thread(main, command) == 1
     assert "EngineIncompatible: train source plain" in capsys.readouterr().err
 
 

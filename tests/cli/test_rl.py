@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
-from ramify.cli.rl import expand_arguments
+from ramify.cli.arguments import expand_arguments
 from ramify.core.config import parse
+from ramify.core.errors import DeadlineExceeded
 from ramify.infer.config import ExternalConfig
 from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
@@ -134,7 +135,7 @@ def test_examples_for_one_shared_gpu_have_the_settings_of_the_benchmark():
 
 
 def test_flag_value_may_be_negative():
-    config = parse(RunConfig, expand_arguments(["reverse-text", "--taskset.seed", "-1"]))
+    config = parse(RunConfig, expand_arguments("rl", ["reverse-text", "--taskset.seed", "-1"]))
     assert config.train[0].taskset["seed"] == config.eval[0].taskset["seed"] == -1
 
 
@@ -150,7 +151,7 @@ def test_taskset_and_model_are_sufficient(tmp_path):
         "-o",
         str(tmp_path),
     ]
-    config = parse(RunConfig, expand_arguments([*short, "--train.0.sampling.temperature", "0.7"]))
+    config = parse(RunConfig, expand_arguments("rl", [*short, "--train.0.sampling.temperature", "0.7"]))
     assert config.train[0].taskset == {"id": "reverse-text", "max_chars": 6}
     assert config.eval[0].taskset == {"id": "reverse-text", "split": "eval", "max_chars": 6}
     assert config.train[0].sampling.temperature == 0.7
@@ -225,7 +226,7 @@ def test_interrupt_leaves_no_process_and_prints_the_resume_command(tmp_path):
 
 
 def test_failure_prints_its_name_and_the_resume_command(tmp_path):
-    ending = fails_with("DeadlineExceeded('batch 3 waited for inference')")
+    ending = fails_with(DeadlineExceeded("batch 3 waited for inference"))
     out, err = start_stubbed(tmp_path, ending).communicate()
     assert err.splitlines()[-1] == "DeadlineExceeded: batch 3 waited for inference"
     assert "nothing is finished yet; rerun: ramify rl @" in err

@@ -64,7 +64,7 @@ def test_finished_run_prints_its_evals_its_model_and_what_to_do_with_it(run, mon
         Manifest(PolicyVersion("tiny", 0, 2), {}).write(weights)
         model_lines = [f"weights: {weights}"]
         model_commands = [f"serve -m {weights}", f"eval reverse-text -m {weights}", f"export {run} --model DIR"]
-    monkeypatch.setattr(api, "rl", lambda *_, **__: RunResult(run, RunOutcome.FINISHED, steps=2))
+    monkeypatch.setattr("ramify.cli.rl.rl", lambda *_, **__: RunResult(run, RunOutcome.FINISHED, steps=2))
     assert main(["rl", "reverse-text", "-m", "tiny", "--max-steps", "2"]) == 0
     commands = [*model_commands, f"view {run}", f"plot {run} -o reward.png"]
     assert capsys.readouterr().out.splitlines() == [
@@ -78,7 +78,7 @@ def test_finished_run_prints_its_evals_its_model_and_what_to_do_with_it(run, mon
 
 def test_stopped_run_without_a_checkpoint_does_not_claim_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(api, "rl", lambda *_, **__: RunResult(tmp_path / "run", RunOutcome.STOPPED))
+    monkeypatch.setattr("ramify.cli.rl.rl", lambda *_, **__: RunResult(tmp_path / "run", RunOutcome.STOPPED))
     assert main(["rl", "reverse-text", "-m", "tiny"]) == 75
     assert capsys.readouterr().err == "stopped; nothing is finished yet; rerun: ramify rl reverse-text -m tiny\n"
 
@@ -337,7 +337,7 @@ def test_plot_writes_an_image(run, tmp_path, capsys):
 
 def test_plot_labels_runs_with_the_same_name_by_path(run, tmp_path, monkeypatch):
     drawn: dict[str, list[MetricPoint]] = {}
-    monkeypatch.setattr("ramify.launch.monitor.plot.plot_metrics", lambda points, _: drawn.update(points))
+    monkeypatch.setattr("ramify.cli.metrics.plot_metrics", lambda points, _: drawn.update(points))
     shutil.copytree(run, tmp_path / "elsewhere" / "run")
     shutil.copytree(run, tmp_path / "other")
     assert main(["plot", "run", "elsewhere/run", "other", "-o", "reward.png"]) == 0

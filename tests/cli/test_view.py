@@ -15,7 +15,7 @@ def shown(tmp_path, monkeypatch):
         folders.append(folder)
         on_address("http://127.0.0.1:7420")
 
-    monkeypatch.setattr("ramify.view.serving.serve_page", serve)
+    monkeypatch.setattr("ramify.cli.view.serve_page", serve)
     monkeypatch.chdir(tmp_path)
     return folders
 

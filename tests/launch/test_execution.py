@@ -104,7 +104,7 @@ def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):
 
 
 def test_failure_that_ended_a_run_is_recorded(tmp_path):
-    leader = fails_with("RunStalled('none of 8 groups')")
+    leader = fails_with(RunStalled("none of 8 groups"))
     with pytest.raises(RunStalled):
         execute_plan(build_test_plan(tmp_path, leader), display=Display())
     with RunStore.open(tmp_path / "run", write=False) as store:
@@ -179,7 +179,7 @@ def test_start_waits_for_processes_of_a_killed_supervisor(tmp_path):
     assert execute_plan(plan, display=Display()).outcome is RunOutcome.FINISHED
 
 
-@pytest.mark.parametrize("ends", ["sys.exit(0)", "sys.exit(75)", fails_with("RunStalled('x')")])
+@pytest.mark.parametrize("ends", ["sys.exit(0)", "sys.exit(75)", fails_with(RunStalled("x"))])
 def test_shared_memory_weights_are_removed_and_saved_if_finished(tmp_path, monkeypatch, ends):
     shared = tmp_path / "shm"
     shared.mkdir()

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ def test_only_the_newest_head_can_be_rolled_back(tmp_path):
     train_step(second)
     check_newest_head(second.path)
     with pytest.raises(ProcessReplaced, match=r"a/run belongs to an earlier head"):
-        roll_back([str(first.path), "1"])
+        roll_back(Namespace(run=str(first.path), step=1))
 
 
 def test_start_waits_for_processes_that_are_ending(tmp_path):

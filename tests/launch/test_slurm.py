@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main
-from ramify.cli.rl import expand_arguments
+from ramify.cli.arguments import expand_arguments
 from ramify.core.config import parse
 from ramify.core.errors import ConfigInvalid
 from ramify.launch.slurm import build_batch_script
@@ -230,7 +230,7 @@ def test_the_job_does_not_use_the_cluster_of_the_configuration(tmp_path, monkeyp
     for args in ([], ["--cluster.address", "10.0.0.1:6379"]):
         assert main(["slurm", "@", "run.toml", *args]) == 0
         (line,) = re.findall(r"^ramify rl .*", (tmp_path / "outputs" / "run.slurm" / "job.sh").read_text(), re.M)
-        job_args = expand_arguments(shlex.split(line.removesuffix(" &"))[2:])
+        job_args = expand_arguments("rl", shlex.split(line.removesuffix(" &"))[2:])
         assert parse(RunConfig, job_args, prog="ramify rl").cluster.address == "auto"
 
 

@@ -100,11 +100,11 @@ async def test_identical_crashes_with_long_times_between_are_no_bug(tmp_path):
 @pytest.mark.parametrize(
     ("role", "failure", "expected"),
     [
-        (ProcessRole.FOLLOWER, "StorageFull('no room on /data')", StorageFull("no room on /data")),
-        (ProcessRole.LEADER, "DeadlineExceeded('waited')", DeadlineExceeded("waited")),
+        (ProcessRole.FOLLOWER, StorageFull("no room on /data"), StorageFull("no room on /data")),
+        (ProcessRole.LEADER, DeadlineExceeded("waited"), DeadlineExceeded("waited")),
         (
             ProcessRole.SERVICE,
-            "ConfigInvalid('unknown key', key='max_char')",
+            ConfigInvalid("unknown key", key="max_char"),
             ConfigInvalid("it cannot be started: unknown key", key="max_char"),
         ),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main
-from ramify.cli.rl import expand_arguments
+from ramify.cli.arguments import expand_arguments
 from ramify.core.config import parse
 from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate.config import RunConfig
@@ -16,7 +16,7 @@ TRAIN = '--train=[{"taskset": {"id": "reverse-text"}}]'
 
 
 def read(*args: str) -> RunConfig:
-    return parse(RunConfig, expand_arguments([TRAIN, *args]), prog="ramify rl")
+    return parse(RunConfig, expand_arguments("rl", [TRAIN, *args]), prog="ramify rl")
 
 
 def test_the_flag_selects_the_launcher_and_keeps_the_table(tmp_path):

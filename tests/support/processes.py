@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import json
 import random
 import signal
 import socket
@@ -12,9 +13,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
+from ramify.core.errors import Failure, RamifyError
 from ramify.launch.process import ProcessRole, ProcessSpec
+from ramify.processes.log import FAILURE_PREFIX
 
 TIMEOUT = 60.0  # seconds for one wait
 POLL_INTERVAL = 0.01
@@ -124,7 +128,7 @@ def list_running(directory: Path) -> list[int]:
     return [pid for pid in read_pids(directory) if is_running(pid)]
 
 
-def fails_with(failure: str) -> str:
-    """Return code of a child process that reports a failure, such as `RunStalled('x')`, and exits."""
-    imports = "import sys; from ramify.core import errors; from ramify.processes.log import report_failure"
-    return f"{imports}; report_failure(errors.{failure}); sys.exit(1)"
+def fails_with(failure: RamifyError) -> str:
+    """Return code of a child process that reports a failure and exits."""
+    plain = msgspec.to_builtins(Failure.from_exception(failure))
+    return f"import sys; print({FAILURE_PREFIX + json.dumps(plain)!r}); sys.exit(1)"

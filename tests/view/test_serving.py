@@ -13,7 +13,6 @@ import pytest
 from ramify.cli.app import main
 from ramify.cli.rl import serve_page_of_run
 from ramify.core.errors import DeadlineExceeded, PortTaken, ProcessDied
-from ramify.launch import api
 from ramify.launch.execution import RunResult
 from ramify.launch.supervisor import RunOutcome
 from ramify.view import serving
@@ -92,7 +91,7 @@ class TrainingStub:
 @pytest.mark.parametrize(("failure", "exit_code"), [(None, 0), (ProcessDied("exit code -9"), 1)])
 def test_rl_view_serves_the_page_until_the_run_ends(tmp_path, monkeypatch, capsys, failure, exit_code):
     training = TrainingStub(capsys, failure)
-    monkeypatch.setattr(api, "rl", training)
+    monkeypatch.setattr("ramify.cli.rl.rl", training)
     arguments = ["reverse-text", "-m", "tiny", "--name", "a run", "-o", str(tmp_path), "--view"]
     assert main(["rl", *arguments]) == exit_code
     assert training.states == {"a run": "finished"}

@@ -1,60 +1,23 @@
 """The entry point: find the command, run it, and turn exceptions into exit codes.
 
-A command is a line in a table. Its module is imported only when it runs, so help is fast. A module has a function
-`run(argv) -> int`, which handles `--help` itself and raises named failures; a module with `run_as_process` runs that
-instead if the command has the process to itself. Exit codes: 0 success, 1 a named failure, 2
-an invalid command line or configuration, 130 interrupted, 141 the reader of the output is gone
-(`ramify metrics RUN | head`).
+The function of a command is imported only when it runs, so help is fast. It is called with the parsed arguments,
+returns an exit code, and raises named failures. Exit codes: 0 success, 1 a named failure, 2 an invalid command line or
+configuration, 130 interrupted, 141 the reader of the output is gone (`ramify metrics RUN | head`).
 """
 
+import argparse
 import os
 import select
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from typing import Any
 
 from ramify import __version__
-from ramify.cli.heavy_imports import pause_garbage_collection
+from ramify.cli.commands import COMMANDS, CliCommand, ConfigCommand, OneOf, load
 from ramify.core.errors import ConfigInvalid, RamifyError
 from ramify.core.names import suggest
 from ramify.core.terminal import escape_output, print_exception
 from ramify.processes.log import report_failure
-
-
-@dataclass(frozen=True, slots=True)
-class CliCommand:
-    """The module of a command, and one line of help."""
-
-    module: str
-    help: str
-
-
-COMMANDS: dict[str, CliCommand] = {
-    "rl": CliCommand("ramify.cli.rl", "train a model with RL: starts and supervises all processes; rerun to resume"),
-    "eval": CliCommand("ramify.cli.eval", "evaluate a model on a taskset; rerun to resume"),
-    "view": CliCommand("ramify.cli.view", "show runs, rollouts and token trees on a local page"),
-    "why": CliCommand("ramify.cli.why", "show what a run is waiting for, or how it ended; --audit checks its files"),
-    "metrics": CliCommand("ramify.cli.metrics", "print the metrics of a running or finished run"),
-    "plot": CliCommand("ramify.cli.plot", "plot metrics of one or more runs to an image"),
-    "show": CliCommand("ramify.cli.show", "list the rollouts of a run, or print one as a tree"),
-    "replay": CliCommand("ramify.cli.replay", "rescore an eval's saved rollouts with the current reward code"),
-    "export": CliCommand("ramify.cli.export", "export a run's traces to JSONL or Parquet, or its model or adapter"),
-    "rollback": CliCommand("ramify.cli.rollback", "resume a run from an older checkpoint, if its newest is damaged"),
-    "validate": CliCommand("ramify.cli.validate", "check every task of a taskset, without a model"),
-    "init": CliCommand("ramify.cli.init", "create a taskset package from a working template"),
-    "sft": CliCommand("ramify.cli.sft", "fine-tune a model on conversations (SFT); rerun to resume"),
-    "orchestrator": CliCommand("ramify.cli.orchestrator", "run only the orchestrator, plus env servers as needed"),
-    "trainer": CliCommand("ramify.cli.trainer", "run only the trainer, on batches from an orchestrator or a recording"),
-    "serve": CliCommand("ramify.cli.serve", "serve a model over HTTP, with the native engine or vLLM"),
-    "env-server": CliCommand("ramify.cli.env_server", "serve one source: rollouts in worker processes"),
-    "slurm": CliCommand("ramify.cli.slurm", "write (--submit: submit) a batch script that runs rl on nodes of Slurm"),
-    "k8s": CliCommand("ramify.cli.k8s", "print a manifest that runs rl on Kubernetes, as a RayJob"),
-    "env": CliCommand("ramify.cli.env", "install an environment for sources that need other packages, or list them"),
-    "model": CliCommand("ramify.cli.model", "list, inspect or fetch models"),
-    "runtime": CliCommand("ramify.cli.runtime", "list what runtimes enforce here, or clean up what earlier runs left"),
-    "doctor": CliCommand("ramify.cli.doctor", "check what this machine can run, and how to install what is missing"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,15 +64,15 @@ def _run(argv: list[str], *, owns_process: bool = True) -> int:
     name, *rest = argv
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
-        from ramify.core.config import COMMAND_HINTS  # help does not load pydantic
-
         similar = suggest(name, COMMANDS, "'ramify --help' lists the commands", "'ramify {}'")
-        advice = COMMAND_HINTS.get(name, similar)
+        advice = load("ramify.core.config:COMMAND_HINTS").get(name, similar)
         raise ConfigInvalid(f"unknown {kind} {name!r}; {advice}")
+    command = COMMANDS[name]
     try:
-        with pause_garbage_collection():
-            module = import_module(COMMANDS[name].module)
-        return getattr(module, "run_as_process", module.run)(rest) if owns_process else module.run(rest)
+        if isinstance(command, ConfigCommand):
+            return load("ramify.cli.arguments:run_config_command")(name, rest, owns_process=owns_process)
+        options = CommandParser(name, command).parse_args(rest)
+        return load(command.run)(options)
     except ConfigInvalid as error:
         if rest:
             raise
@@ -145,3 +108,42 @@ def _format_help() -> str:
             "  --version   show the version",
         ]
     )
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of `ramify COMMAND`. It reports an unknown flag, with the most similar one, before anything else."""
+
+    def __init__(self, name: str, command: CliCommand) -> None:
+        super().__init__(prog=f"ramify {name}", description=command.help)
+        for entry in command.options:
+            is_group = isinstance(entry, OneOf)
+            container = self.add_mutually_exclusive_group(required=entry.required) if is_group else self
+            for option in entry.options if is_group else (entry,):
+                container.add_argument(*option.names, **option.settings)
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - the base class has overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Refuse the first unknown flag; parse the arguments if there is none."""
+        self._refuse_unknown_flag(args or ())
+        return super().parse_known_args(args, namespace)
+
+    def _refuse_unknown_flag(self, args: Sequence[str]) -> None:
+        known = list(self._option_string_actions)
+        for arg in args:
+            if arg == "--":
+                return
+            flag = arg.partition("=")[0]
+            if not _is_flag(flag) or _is_known(flag, known):
+                continue
+            self.error(f"unknown flag {flag}; {suggest(flag, known, '--help lists the flags', '{}')}")
+
+
+def _is_flag(word: str) -> bool:
+    """Return whether the word is a flag: -1 and -.5 are numbers."""
+    return word.startswith("--") or (word.startswith("-") and word[1:2].isalpha())
+
+
+def _is_known(flag: str, known: Sequence[str]) -> bool:
+    """Return whether the flag is known, abbreviated (`--ful`), or a short one with its value (`-oFILE`)."""
+    return any(name.startswith(flag) for name in known) if flag.startswith("--") else flag[:2] in known

@@ -1,18 +1,17 @@
 """`ramify env install NAME` and `ramify env list`: environments for sources that run in an interpreter of their own."""
 
-import argparse
 import importlib.metadata
 import json
 import shutil
 import subprocess
 import sys
 import tomllib
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ramify.cli.parser import CommandParser
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.processes.interpreter import INSTALLED_FILE, check_interpreter, get_environments_dir, list_environments
 
@@ -21,16 +20,15 @@ INSTALL_TIMEOUT = 3600.0  # seconds for pip
 MAX_OUTPUT_LINES = 20  # of pip, in an error message
 
 
-def run(argv: Sequence[str]) -> int:
+def run(options: Namespace) -> int:
     """Install an environment, or list those that are installed."""
-    options = _build_parser().parse_args(argv)
     if options.action == "list":
         for name in list_environments():
             print(f"{name}  {', '.join(_read_installed(get_environments_dir() / name)['packages'])}")
         return 0
     if not options.name:
         raise ConfigInvalid("ramify env install needs the NAME of the environment")
-    print(f"python = {str(install(options.name, options.packages, options.python))!r}")
+    print(f"python = {str(install(options.name, options.packages, options.python or sys.executable))!r}")
     return 0
 
 
@@ -41,7 +39,7 @@ def install(name: str, packages: Sequence[str], base_python: str) -> Path:
     already is kept.
     """
     if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-        raise ConfigInvalid(f"{name!r} is no name of an environment; expected letters, digits, -, _ and .")
+        raise ConfigInvalid(f"{name!r} is not a name of an environment; expected letters, digits, -, _ and .")
     home = get_environments_dir() / name
     python, wanted = home / "bin" / "python", {"base": base_python, "packages": [_get_own_package(name), *packages]}
     if (home / INSTALLED_FILE).is_file() and _read_installed(home) == wanted:
@@ -87,12 +85,3 @@ def _run(command: Sequence[str], timeout: float) -> None:
     if result.returncode:
         tail = "\n".join(result.stdout.splitlines()[-MAX_OUTPUT_LINES:])
         raise EnvironmentFault(f"{' '.join(command)} exited with {result.returncode}:\n{tail}")
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("env")
-    parser.add_argument("action", choices=("install", "list"), help="make an environment, or list those that exist")
-    parser.add_argument("name", metavar="NAME", nargs="?", help="its name, which `python` of a source may give")
-    parser.add_argument("packages", metavar="PACKAGE", nargs="*", help="what pip installs there besides Ramify")
-    parser.add_argument("--python", default=sys.executable, help="the Python to make it with; 3.11 or newer")
-    return parser

@@ -1,33 +1,31 @@
 """`ramify export RUN`: export a run's traces (--to), its model (--model) or its adapter (--adapter) for other tools."""
 
-import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
-from ramify.cli.parser import CommandParser
+from ramify.cli.run_lookup import open_run_readonly
+from ramify.core.errors import ConfigInvalid
+from ramify.run.store import export_run, wrap_storage_errors
 
 PROGRESS_INTERVAL = 2.0  # seconds between progress lines
 
 
-def run(argv: Sequence[str]) -> int:
+def run(options: Namespace) -> int:
     """Write the run's traces to one file, or its model or adapter to a directory."""
-    parser = _build_parser()
-    options = parser.parse_args(argv)
-    if options.step and options.model is None:
-        parser.error("--step chooses the model that is exported; give --model DIR too")
-    if options.model is not None:
-        if options.file is not None:
-            parser.error("-o is not used with --model, which names the directory")
-        return _export_model(options.run, options.model, options.step)
+    file = Path(options.file) if options.file else None
+    if options.step and not options.model:
+        raise ConfigInvalid("--step chooses the model that is exported; give --model DIR too")
+    if options.model and file is not None:
+        raise ConfigInvalid("-o is not used with --model, which names the directory")
+    if options.model:
+        return _export_model(options.run, Path(options.model), options.step)
     if options.adapter:
-        return _export_adapter(options.run, options.file)
-    from ramify.cli.run_lookup import open_run_readonly  # loaded here, not for help
-    from ramify.run.store import export_run, wrap_storage_errors
-
+        return _export_adapter(options.run, file)
     with open_run_readonly(options.run) as store:
-        path = options.file or store.path / f"export.{options.to}"
+        path = file or store.path / f"export.{options.to}"
         with wrap_storage_errors(path):
             count = export_run(store, options.to, path, make_progress_reporter())
     print(f"{count} traces in {path}")
@@ -51,8 +49,6 @@ def make_progress_reporter() -> Callable[[int, int], None]:
 
 
 def _export_adapter(run: str, directory: Path | None) -> int:
-    from ramify.cli.run_lookup import open_run_readonly
-    from ramify.run.store import wrap_storage_errors
     from ramify.train.model_export import export_adapter  # loads torch
 
     with open_run_readonly(run) as store, wrap_storage_errors(directory or store.path):
@@ -64,8 +60,6 @@ def _export_adapter(run: str, directory: Path | None) -> int:
 
 
 def _export_model(run: str, directory: Path, step: str) -> int:
-    from ramify.cli.run_lookup import open_run_readonly
-    from ramify.run.store import wrap_storage_errors
     from ramify.train.model_export import export_model  # loads torch
 
     with open_run_readonly(run) as store, wrap_storage_errors(directory):
@@ -73,25 +67,3 @@ def _export_model(run: str, directory: Path, step: str) -> int:
     merged = " (adapters merged; --adapter exports them alone)" if exported.is_merged else ""
     print(f"model of step {exported.step}{merged} in {directory}; serve it with: ramify serve -m {directory}")
     return 0
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("export")
-    parser.add_run_argument()
-    content = parser.add_mutually_exclusive_group(required=True)
-    content.add_argument("--to", choices=("jsonl", "parquet"), help="export the traces in this format")
-    content.add_argument(
-        "--model", metavar="DIR", type=Path, help="export a model directory, which transformers and vLLM load"
-    )
-    content.add_argument("--adapter", action="store_true", help="export the adapter of a LoRA run for peft")
-    parser.add_argument(
-        "--step",
-        metavar="N|best:METRIC",
-        default="",
-        help="step of --model: a number, or the one with the highest METRIC (lowest, if it is a loss) of those that "
-        "still have weights or a checkpoint (default: the last)",
-    )
-    parser.add_argument(
-        "-o", dest="file", metavar="PATH", type=Path, help="output path (default: export.FORMAT or adapter-STEP in RUN)"
-    )
-    return parser

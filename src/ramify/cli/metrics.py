@@ -1,25 +1,28 @@
-"""`ramify metrics RUN`: the metrics of a running or ended run: a summary line for each, or all points."""
+"""`ramify metrics RUN` and `ramify plot RUN...`: the metrics of running or ended runs, as text or as an image."""
 
-import argparse
 import json
 import math
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from ramify.cli.parser import CommandParser
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from ramify.run.store.run_log import MetricPoint
+from ramify.cli.commands import DEFAULT_METRICS
+from ramify.cli.run_lookup import find_run
+from ramify.core.console import make_console
+from ramify.core.errors import ConfigInvalid
+from ramify.launch.dashboard import render_sparkline
+from ramify.launch.monitor.plot import plot_metrics
+from ramify.launch.run_queries import read_metrics
+from ramify.run.store.run_log import MetricPoint
 
 CURVE_WIDTH = 24  # characters
 
 
-def run(argv: Sequence[str]) -> int:
+def print_metrics(options: Namespace) -> int:
     """Print a summary of the metrics, or the points of those whose names match."""
-    options = _build_parser().parse_args(argv)
-    from ramify.cli.run_lookup import find_run  # loaded here, not for help
-    from ramify.launch.run_queries import read_metrics
-
     points = read_metrics(find_run(options.run), options.name or "*")
     if options.json:
         print(json.dumps([point._asdict() for point in points]))
@@ -33,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _print_points(points: Sequence["MetricPoint"]) -> None:
+def _print_points(points: Sequence[MetricPoint]) -> None:
     """Print one line for each point. A rich table would be slow: a long run has a hundred thousand points."""
     step_width = max(4, *(len(str(point.step)) for point in points))
     name_width = max(4, *(len(point.name) for point in points))
@@ -42,14 +45,8 @@ def _print_points(points: Sequence["MetricPoint"]) -> None:
         print(f"{point.step:<{step_width}}  {point.name:<{name_width}}  {point.value:.6g}")
 
 
-def _print_summary(points: Sequence["MetricPoint"]) -> None:
+def _print_summary(points: Sequence[MetricPoint]) -> None:
     """Print one line for each metric: number of points, first, last, minimum, maximum, and the curve."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from ramify.core.console import make_console
-    from ramify.launch.dashboard import render_sparkline
-
     values: dict[str, list[float]] = {}
     for point in points:  # sorted by step
         values.setdefault(point.name, []).append(point.value)
@@ -65,12 +62,20 @@ def _print_summary(points: Sequence["MetricPoint"]) -> None:
     print("--name 'eval/*' prints the points of matching metrics, --all prints all points")
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("metrics")
-    parser.add_run_argument()
-    parser.add_argument(
-        "--name", metavar="GLOB", help="print the points of metrics matching GLOB, such as 'eval/*/avg'"
-    )
-    parser.add_argument("--all", action="store_true", help="print all points instead of a summary")
-    parser.add_argument("--json", action="store_true", help="print the points as a list of {step, name, value}")
-    return parser
+def plot(options: Namespace) -> int:
+    """Plot the metrics whose names match."""
+    if not Path(options.o).suffix:
+        raise ConfigInvalid(f"-o {options.o}: the file needs a suffix: .png, .svg or .pdf")
+    paths = {path.resolve(): path for path in map(find_run, options.run)}
+    names_of_runs = [path.name for path in paths]
+    runs = {
+        path.name if names_of_runs.count(path.name) == 1 else str(relative_path): path
+        for path, relative_path in paths.items()
+    }
+    names = options.name or list(DEFAULT_METRICS)
+    points = {label: [point for name in names for point in read_metrics(path, name)] for label, path in runs.items()}
+    if not any(points.values()):
+        raise ConfigInvalid(f"nothing to plot: no run has {' or '.join(names)}")
+    plot_metrics(points, Path(options.o))
+    print(f"wrote {options.o}")
+    return 0

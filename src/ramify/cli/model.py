@@ -1,17 +1,17 @@
 """`ramify model`: list the packaged models, inspect a model, or download one."""
 
-import argparse
 import json
 import math
-from collections.abc import Sequence
+from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from rich.table import Table
+from safetensors import SafetensorError, safe_open
 
 from ramify.core.console import PipeConsole
-from ramify.core.errors import ModelNotFound, WeightsRefused
+from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.model.resolve import PACKAGED_MODELS, fetch_model, resolve_model_path
 
 MEASUREMENT_LABELS = {
@@ -57,25 +57,11 @@ class ModelInfo:
     """Content of `ramify.json`: how a packaged model was built, and its measurements; empty for other models."""
 
 
-def run(argv: Sequence[str]) -> int:
+def run(options: Namespace) -> int:
     """Run the action `list`, `show` or `fetch`."""
-    options = _build_parser().parse_args(argv)
+    if options.action != "list" and not options.name:
+        raise ConfigInvalid(f"ramify model {options.action} needs the NAME of a model")
     return {"list": _list_models, "show": _show_model, "fetch": _fetch_model}[options.action](options)
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    from ramify.cli.app import COMMANDS
-
-    parser = argparse.ArgumentParser(prog="ramify model", description=COMMANDS["model"].help)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listing = actions.add_parser("list", help="list the packaged models")
-    show = actions.add_parser("show", help="print a model's dimensions, and its benchmark results if measured")
-    show.add_argument("name", metavar="NAME", help="a packaged model, a directory, or a cached Hugging Face id")
-    for action in (listing, show):
-        action.add_argument("--json", action="store_true", help="print JSON")
-    fetch = actions.add_parser("fetch", help="download a model from the Hugging Face hub into its local cache")
-    fetch.add_argument("name", metavar="NAME", help="ORG/NAME")
-    return parser
 
 
 def read_model_info(name: str) -> ModelInfo:
@@ -106,8 +92,6 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 def _count_parameters(directory: Path) -> int:
     """Count the parameters in the headers of the weight files; tied weights are stored once."""
-    from safetensors import SafetensorError, safe_open
-
     open_weights: Any = safe_open  # it has no type information
     total = 0
     for file in directory.glob("*.safetensors"):
@@ -119,7 +103,7 @@ def _count_parameters(directory: Path) -> int:
     return total
 
 
-def _list_models(options: argparse.Namespace) -> int:
+def _list_models(options: Namespace) -> int:
     models: list[ModelInfo] = []
     for name in PACKAGED_MODELS:
         try:
@@ -137,7 +121,7 @@ def _list_models(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show_model(options: argparse.Namespace) -> int:
+def _show_model(options: Namespace) -> int:
     info = read_model_info(options.name)
     if options.json:
         print(json.dumps(_to_json(info), indent=2))
@@ -158,7 +142,7 @@ def _show_model(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fetch_model(options: argparse.Namespace) -> int:
+def _fetch_model(options: Namespace) -> int:
     print(fetch_model(options.name))
     return 0
 

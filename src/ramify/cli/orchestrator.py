@@ -2,10 +2,9 @@
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from ramify.cli.short_flags import expand_short_flags
-from ramify.core.config import add_origins, parse, pop_flags
+from ramify.cli.arguments import ConfigCall
 from ramify.core.display import LogDisplay
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count
@@ -14,31 +13,16 @@ from ramify.launch.monitor import check_sinks_installed
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import Trace
 
-COMMAND_FLAGS = ("--dry-run", "--accept-changes")
-USAGE = """usage: ramify orchestrator @ FILE [-b URL] [-m MODEL] [-o OUTPUTS] [--key value]
 
-  FILE       the config file of a whole run, as for `ramify rl`
-  -b URL     addresses of running inference servers; replaces the run's `inference`
-  --dry-run  check the configuration, print what would be started, and exit
-  --accept-changes  resume although an environment has changed; the change is recorded
-
-An env server is started for every source without an `address`, and ends with this command. The trainer connects to
-`orchestrator.address`. Rerun the same command to resume the run. Keys:
-"""
-
-
-def run(argv: Sequence[str]) -> int:
-    """Read the run's configuration, and run the orchestrator until the run ends."""
-    (dry, accept), rest = pop_flags(argv, COMMAND_FLAGS)
-    args = expand_short_flags(rest)
-    config = parse(RunConfig, args, prog="ramify orchestrator", usage=USAGE, command_flags=COMMAND_FLAGS)
+def run(call: ConfigCall[RunConfig]) -> int:
+    """Run the orchestrator until the run ends."""
+    config, dry, accept = call.config, call.flags.dry_run, call.flags.accept_changes
     if not isinstance(config.inference, ExternalConfig):
         message = "the orchestrator does not start an engine; give the address of a running one with -b URL"
         raise ConfigInvalid(message, key="inference")
     check_sinks_installed(config)
     if any(source.address is None for source in (*config.train, *config.eval)):
-        with add_origins(RunConfig, args, argv):
-            return _run_with_env_servers(config, dry=dry, accept=accept)
+        return _run_with_env_servers(config, dry=dry, accept=accept)
     if dry:
         steps = format_count(config.max_steps, "step")
         print(f"would orchestrate {config.path}: {steps}, {format_count(len(config.train), 'train source')}")

@@ -1,25 +1,20 @@
 """`ramify replay RUN`: rescore an eval's saved rollouts with the current reward code."""
 
-import argparse
 import asyncio
-from collections.abc import Sequence
+from argparse import Namespace
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ramify.cli.parser import CommandParser
+from ramify.cli.run_lookup import open_run_readonly
+from ramify.core.console import make_console
+from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count
-
-if TYPE_CHECKING:
-    from ramify.rollout.evals.replay import RescoredRollout
+from ramify.rollout.evals.replay import RescoredRollout, load_environment, rescore
 
 
-def run(argv: Sequence[str]) -> int:
+def run(options: Namespace) -> int:
     """Rescore an eval's rollouts and print the old and the new rewards."""
-    options = _build_parser().parse_args(argv)
-    from ramify.core.console import make_console  # loaded here, not for help
-
     rollouts = asyncio.run(_rescore(options.run))
     table = Table("rollout", "old reward", "new reward", "", box=None, padding=(0, 2, 0, 0))
     for rollout in rollouts:
@@ -35,11 +30,7 @@ def run(argv: Sequence[str]) -> int:
     return 1 if all(rollout.failure for rollout in rollouts) else 0
 
 
-async def _rescore(run_name: str) -> list["RescoredRollout"]:
-    from ramify.cli.run_lookup import open_run_readonly
-    from ramify.core.errors import ConfigInvalid
-    from ramify.rollout.evals.replay import load_environment, rescore
-
+async def _rescore(run_name: str) -> list[RescoredRollout]:
     with open_run_readonly(run_name) as store:
         environment = load_environment(store)
         try:
@@ -49,13 +40,6 @@ async def _rescore(run_name: str) -> list["RescoredRollout"]:
         if not rollouts:
             raise ConfigInvalid(f"{store.path} has no rollout without a system failure")
         return rollouts
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("replay")
-    parser.add_run_argument()
-    parser.add_argument("--all", action="store_true", help="also list rollouts whose reward did not change")
-    return parser
 
 
 def _format_reward(reward: float | None) -> str:

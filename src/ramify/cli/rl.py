@@ -1,61 +1,45 @@
 """`ramify rl @ config.toml`: train a model with RL, with all processes of the run; rerun to resume."""
 
 import contextlib
-import itertools
-import json
 import shlex
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from urllib.parse import quote
 
-from ramify.cli.parser import format_resume_command
-from ramify.cli.short_flags import expand_short_flags, pop_taskset_id
-from ramify.core.config import add_origins, dry_run, parse, pop_flags
+from ramify.cli.arguments import ConfigCall
+from ramify.cli.run_lookup import describe_resume
+from ramify.core.config import dry_run
 from ramify.core.display import choose_display
 from ramify.core.errors import CheckpointRefused, ClusterTooSmall, ConfigInvalid, RamifyError, RunBusy, RunDamaged
+from ramify.launch.api import rl
+from ramify.launch.cluster_placement import list_planned_nodes, place_run
+from ramify.launch.completion import format_finished
+from ramify.launch.dashboard import RunContent
+from ramify.launch.plan import build_plan, describe_run
+from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
+from ramify.launch.preflight import check_start
+from ramify.launch.published_weights import find_newest_weights
+from ramify.launch.run_queries import describe_evals
+from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.cluster_config import find_unused_keys
 from ramify.orchestrate.config import RunConfig
-
-USAGE = """usage: ramify rl @ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value]
-       ramify rl ID [-m MODEL] [--taskset.KEY VALUE] [--key value]
-
-  ID            a taskset to train on, with default settings; evaluated on its eval split
-  --cluster ray  run on the nodes of a Ray cluster, as `[cluster]` says or, without it, on what the cluster has
-  --fresh       start over; the old run directory is renamed
-  --accept-changes  resume although an environment has changed; the change is recorded
-  --dry-run     check the configuration, print the plan, and exit
-  --view        show the run on a local page while it runs, as `ramify view` does; its address is printed
-
-Rerun the same command to resume the run. Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and stop; a second Ctrl-C stops
-at once. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped, 130 interrupted.
-
-Keys, first those that most runs set:
-"""
-
-COMMAND_FLAGS = ("--fresh", "--accept-changes", "--dry-run", "--view")
+from ramify.train.weights_directory import get_weights_directory
 
 
-def run(argv: Sequence[str]) -> int:
-    """Read the configuration, and print its plan or run it."""
-    (fresh, accept, dry, view), rest = pop_flags(argv, COMMAND_FLAGS)
-    args = expand_arguments(rest)
-    config = parse(RunConfig, args, prog="ramify rl", usage=USAGE, command_flags=COMMAND_FLAGS)
-    if unused := find_unused_keys(config.cluster, dry_run=dry):
+def run(call: ConfigCall[RunConfig]) -> int:
+    """Print the plan of the run, or run it."""
+    config, flags = call.config, call.flags
+    if unused := find_unused_keys(config.cluster, dry_run=flags.dry_run):
         print(f"warning: without --cluster ray the run is local and ignores {', '.join(unused)}", file=sys.stderr)
-    with add_origins(RunConfig, args, argv):
-        if dry:
-            return _print_plan(config, fresh=fresh, accept=accept)
-        with serve_page_of_run(config) if view else contextlib.nullcontext():
-            return _train(config, argv, fresh=fresh, accept=accept)
+    if flags.dry_run:
+        return _print_plan(config, fresh=flags.fresh, accept=flags.accept_changes)
+    with serve_page_of_run(config) if flags.view else contextlib.nullcontext():
+        return _train(call)
 
 
 def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
     """Check what the run would refuse at its start, and print its plan."""
-    from ramify.launch.plan import build_plan, describe_run  # loaded here, not for help
-    from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
-    from ramify.launch.preflight import check_start
-
     check_start(config, fresh=fresh, accept_changes=accept)
     if config.cluster.is_distributed:
         lines = _plan_cluster(config)
@@ -70,7 +54,6 @@ def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
 
 def _plan_cluster(config: RunConfig) -> list[str]:
     """Return who runs where: on the nodes of the Ray cluster or, if none answers, on those of the configuration."""
-    from ramify.launch.cluster_placement import list_planned_nodes, place_run
     from ramify.launch.ray_launcher import LIST_NODES_TIMEOUT, RayLauncher, describe_joined
 
     cluster, planned_nodes = config.cluster, list_planned_nodes(config)
@@ -112,18 +95,13 @@ def serve_page_of_run(config: RunConfig) -> Generator[None]:
         yield
 
 
-def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool) -> int:
+def _train(call: ConfigCall[RunConfig]) -> int:
     """Run the training, print how it ended, and return the exit code."""
-    from ramify.cli.run_lookup import describe_resume
-    from ramify.launch.api import rl
-    from ramify.launch.completion import format_finished
-    from ramify.launch.dashboard import RunContent  # the rest is loaded here, not for help
-    from ramify.launch.run_queries import describe_evals
-    from ramify.launch.supervisor import RunOutcome
-
-    resume_command = format_resume_command("rl", argv)
+    config, flags, resume_command = call.config, call.flags, call.resume_command
     try:
-        result = rl(config, fresh=fresh, accept_changes=accept, display=choose_display(RunContent()))
+        result = rl(
+            config, fresh=flags.fresh, accept_changes=flags.accept_changes, display=choose_display(RunContent())
+        )
     except (CheckpointRefused, ConfigInvalid, RunBusy, RunDamaged):  # a rerun would fail too
         raise
     except RamifyError:
@@ -152,9 +130,6 @@ def _train(config: RunConfig, argv: Sequence[str], *, fresh: bool, accept: bool)
 
 def _list_next_commands(config: RunConfig, path: Path) -> list[str]:
     """Return where the trained model is, and the commands that use it."""
-    from ramify.launch.published_weights import find_newest_weights
-    from ramify.train.weights_directory import get_weights_directory
-
     run, taskset = str(path), str(config.train[0].taskset["id"])
     commands = [["view", run], ["plot", run, "-o", "reward.png"]]
     weights = find_newest_weights(get_weights_directory(path, "disk", config.shared_path))
@@ -163,42 +138,3 @@ def _list_next_commands(config: RunConfig, path: Path) -> list[str]:
         commands = [["serve", *model], ["eval", taskset, *model], ["export", run, "--model", "DIR"], *commands]
     lines = [f"  {shlex.join(['ramify', *command])}" for command in commands]
     return [*([f"weights: {weights}"] if weights is not None else []), "next:", *lines]
-
-
-def expand_arguments(args: Sequence[str]) -> list[str]:
-    """Return the arguments with short flags, `--cluster NAME` and a leading taskset id replaced by their keys."""
-    id, rest = pop_taskset_id(_expand_cluster_flag(expand_short_flags(args)))
-    if id is None:
-        return rest
-    taskset = {"id": id}
-    train, evals = [{"taskset": taskset}], [{"taskset": {**taskset, "split": "eval"}}]
-    return [f"--train={json.dumps(train)}", f"--eval={json.dumps(evals)}", *_apply_to_train_and_eval(rest)]
-
-
-def _expand_cluster_flag(args: Sequence[str]) -> list[str]:
-    """Return the arguments with `--cluster NAME` replaced by `--cluster.launcher NAME`. Raises ConfigInvalid."""
-    expanded = list(args)
-    for index, (arg, value) in enumerate(itertools.pairwise([*args, "@"])):
-        if arg != "--cluster" or value.startswith("{"):
-            continue
-        if value.startswith(("-", "@")):
-            raise ConfigInvalid("--cluster: expected ray, got no value; without the flag the run is local")
-        expanded[index] = "--cluster.launcher"
-    return expanded
-
-
-def _apply_to_train_and_eval(args: Sequence[str]) -> list[str]:
-    """Return the arguments with `--taskset.KEY` replaced by the keys of the train source and of the eval source."""
-    expanded: list[str] = []
-    rest = list(args)
-    while rest:
-        arg = rest.pop(0)
-        if not arg.startswith("--taskset."):
-            expanded.append(arg)
-            continue
-        words: list[str] = []
-        while "=" not in arg and rest and not rest[0].startswith(("--", "@")):
-            words.append(rest.pop(0))
-        key = arg.removeprefix("--")
-        expanded += [f"--train.0.{key}", *words, f"--eval.0.{key}", *words]
-    return expanded

@@ -1,37 +1,35 @@
 """`ramify rollback RUN STEP`: resume a run from an older checkpoint, for example if the newest one is damaged."""
 
-import argparse
 import asyncio
 import contextlib
-from collections.abc import Generator, Sequence
+from argparse import Namespace
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ramify.cli.parser import CommandParser
-
-if TYPE_CHECKING:
-    from ramify.run.store import RunStore
-    from ramify.run.store.ledger import Ledger
+from ramify.cli.run_lookup import build_resume_command, find_run
+from ramify.core.errors import CheckpointRefused, ConfigInvalid, RamifyError
+from ramify.core.files import unless_abandoned
+from ramify.launch.completion import FINISHED_KEY
+from ramify.launch.head import check_newest_head
+from ramify.launch.shared_storage import call_storage_blocking, get_transfer_timeout
+from ramify.run.store import RunStore, wrap_storage_errors
+from ramify.run.store.ledger import Ledger
+from ramify.run.store.run_log import build_event_change
+from ramify.run.store.run_store import build_fact_change
+from ramify.train.checkpoint_manifest import (
+    find_committed_checkpoint,
+    list_checkpoints,
+    list_completed_steps,
+    parse_checkpoint_name,
+    verify_checkpoint,
+)
 
 CLOSE_TIMEOUT = 5.0  # seconds to close a run after an error; its storage may hang
 
 
-def run(argv: Sequence[str]) -> int:
+def run(options: Namespace) -> int:
     """Verify the checkpoint, end the run's history there, and rename newer checkpoints."""
-    options = _build_parser().parse_args(argv)
-    from ramify.cli.run_lookup import build_resume_command, find_run  # loaded here, not for help
-    from ramify.core.errors import CheckpointRefused
-    from ramify.launch.head import check_newest_head
-    from ramify.launch.shared_storage import call_storage_blocking, get_transfer_timeout
-    from ramify.run.store import wrap_storage_errors
-    from ramify.run.store.ledger import Ledger
-    from ramify.train.checkpoint_manifest import (
-        find_committed_checkpoint,
-        list_completed_steps,
-        verify_checkpoint,
-    )
-
     with wrap_storage_errors(Path(options.run)):
         path = call_storage_blocking(partial(find_run, options.run), options.run)
         check_newest_head(path)
@@ -62,12 +60,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _open_store(path: Path) -> "Generator[RunStore]":
+def _open_store(path: Path) -> Generator[RunStore]:
     """Open the run, and close it when the block ends, both with a deadline. An error of the block is kept."""
-    from ramify.core.errors import RamifyError
-    from ramify.launch.shared_storage import call_storage_blocking
-    from ramify.run.store import RunStore, wrap_storage_errors
-
     store = call_storage_blocking(partial(RunStore.open, path), path)
     try:
         yield store
@@ -83,13 +77,8 @@ def _count_bytes(checkpoint: Path) -> int:
     return sum(file.stat().st_size for file in checkpoint.glob("*"))
 
 
-def _roll_back_ledger(ledger: "Ledger", step: int, checkpoint: Path) -> int:
+def _roll_back_ledger(ledger: Ledger, step: int, checkpoint: Path) -> int:
     """End the history at `step`, and return the step at which it ended before; 0 for an SFT run, which has none."""
-    from ramify.core.errors import ConfigInvalid
-    from ramify.launch.completion import FINISHED_KEY
-    from ramify.run.store.run_log import build_event_change
-    from ramify.run.store.run_store import build_fact_change
-
     store, committed = ledger.store, ledger.progress().committed
     if 0 < committed < step:
         raise ConfigInvalid(f"{store.path}: the history ends at step {committed}; give that step or an earlier one")
@@ -103,9 +92,6 @@ def _roll_back_ledger(ledger: "Ledger", step: int, checkpoint: Path) -> int:
 
 def _rename_newer(directory: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, so that the run does not load them, and return their new paths."""
-    from ramify.core.files import unless_abandoned
-    from ramify.train.checkpoint_manifest import list_checkpoints, parse_checkpoint_name
-
     renamed: list[Path] = []
     for checkpoint in list_checkpoints(directory):
         name, number = parse_checkpoint_name(checkpoint.name), 1
@@ -116,10 +102,3 @@ def _rename_newer(directory: Path, step: int) -> list[Path]:
         with unless_abandoned():
             renamed.append(checkpoint.rename(target))
     return renamed
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("rollback")
-    parser.add_run_argument("run directory, or name of a run in ./outputs; it must not be running")
-    parser.add_argument("step", metavar="STEP", type=int, help="step of the checkpoint to resume from")
-    return parser

@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from ramify.cli.parser import format_resume_command
+from ramify.cli.arguments import format_resume_command
 from ramify.core.errors import ConfigInvalid, RamifyError
 from ramify.core.names import find_similar, format_count
 from ramify.run.store import RolloutRecord, RunStore

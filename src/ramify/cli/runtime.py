@@ -1,27 +1,21 @@
 """`ramify runtime list` and `ramify runtime clean`: what runtimes enforce here, and what killed processes left."""
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ramify.cli.parser import CommandParser
+from ramify.core.errors import ConfigInvalid, RamifyError
+from ramify.env import Task, plugin
+from ramify.env.plugin import PLUGIN_KINDS
+from ramify.env.runtime import Capability, Runtime
 
-if TYPE_CHECKING:
-    from ramify.env.runtime import Runtime
 
-
-def run(argv: Sequence[str]) -> int:
+def run(options: Namespace) -> int:
     """List the runtimes, or remove what earlier runs left behind."""
-    options = _build_parser().parse_args(argv)
     return _clean(options.id) if options.action == "clean" else _list(options.id)
 
 
 def _list(ids: Sequence[str]) -> int:
-    from ramify.core.errors import ConfigInvalid
-    from ramify.env import Task, plugin  # loaded here, not for help
-    from ramify.env.runtime import Capability
-
     for runtime_id in ids or _get_builtin_ids():
         print(runtime_id)
         try:
@@ -38,9 +32,6 @@ def _list(ids: Sequence[str]) -> int:
 
 
 def _clean(ids: Sequence[str]) -> int:
-    from ramify.core.errors import RamifyError
-    from ramify.env import plugin  # loaded here, not for help
-
     num_removed, failed = 0, False
     runtimes: list[Runtime] = [plugin.build_plugin("runtime", {"id": id}) for id in ids or _get_builtin_ids()]
     for runtime in runtimes:
@@ -56,17 +47,4 @@ def _clean(ids: Sequence[str]) -> int:
 
 
 def _get_builtin_ids() -> list[str]:
-    from ramify.env.plugin import PLUGIN_KINDS  # loaded here, not for help
-
     return sorted(PLUGIN_KINDS["runtime"].builtin_paths)
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("runtime")
-    parser.add_argument(
-        "action",
-        choices=("list", "clean"),
-        help="list: show what each runtime enforces here; clean: kill and remove what ended processes left behind",
-    )
-    parser.add_argument("id", nargs="*", metavar="ID", help="ids of runtimes (default: all built-in ones)")
-    return parser

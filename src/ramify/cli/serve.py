@@ -4,39 +4,19 @@ import asyncio
 import contextlib
 import shlex
 import signal
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ramify.cli.heavy_imports import pause_garbage_collection
-from ramify.cli.short_flags import expand_short_flags
-from ramify.core.config import parse_component, pop_flags
+from ramify.cli.arguments import ConfigCall
+from ramify.cli.commands import pause_garbage_collection
 from ramify.core.errors import ConfigInvalid
 from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
-from ramify.launch.process_configs import build_serve_config
+from ramify.infer.vllm_server import VLLMServer
 from ramify.model.render import load_renderer
 from ramify.model.resolve import fetch_model, resolve_model_path
-from ramify.orchestrate.config import RunConfig
-
-if TYPE_CHECKING:
-    from ramify.infer.vllm_server import VLLMServer
-
-COMMAND_FLAGS = ("--dry-run",)
-USAGE = """usage: ramify serve [@ FILE] [-m MODEL] [--server.host HOST] [--server.port PORT] [--key value]
-
-  FILE       a config file of this command, or of a whole run (as for `ramify rl`), from which this command takes its
-             part: model and engine, at `base_url` if it names one server; flags are always the keys below
-  --dry-run  print what would be served and where, then exit
-
-Keys:
-"""
 
 
-def run(argv: Sequence[str]) -> int:
-    """Read the configuration, load the model, and serve until interrupted."""
-    (dry,), rest = pop_flags(expand_short_flags(argv), COMMAND_FLAGS)
-    config, run_config = parse_component(
-        ServeConfig, rest, RunConfig, build_serve_config, prog="ramify serve", usage=USAGE, command_flags=COMMAND_FLAGS
-    )
+def run(call: ConfigCall[ServeConfig]) -> int:
+    """Load the model, and serve until interrupted."""
+    config, run_config, dry = call.config, call.run_config, call.flags.dry_run
     address_keys = {"host", "port"} & config.server.model_fields_set
     if run_config is not None and isinstance(run_config.inference, ExternalConfig) and not address_keys:
         urls = ", ".join(run_config.inference.base_url)
@@ -53,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"at http://{config.server.host}:{config.server.port}, {config.inference}")
         return 0
     with pause_garbage_collection():
-        from ramify.infer.engine import Engine  # torch is loaded here, not for help
+        from ramify.infer.engine import Engine  # torch is loaded here, not for a dry run
         from ramify.infer.server import serve
         from ramify.model.precision import disable_tf32_convolutions
 
@@ -72,8 +52,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _serve_vllm(config: ServeConfig, inference: VLLMConfig, *, dry: bool) -> int:
-    from ramify.infer.vllm_server import VLLMServer
-
     server = VLLMServer(config.model.name, inference, config.server)
     if dry:
         print(f"would serve {config.model.name} ({server.version}) at {server.url}, output in {server.log.path}")
@@ -84,7 +62,7 @@ def _serve_vllm(config: ServeConfig, inference: VLLMConfig, *, dry: bool) -> int
     return 0
 
 
-async def _serve_until_signal(server: "VLLMServer") -> None:
+async def _serve_until_signal(server: VLLMServer) -> None:
     """Serve until SIGTERM or SIGINT; the server is stopped on every exit."""
     current_task = asyncio.current_task()
     assert current_task is not None

@@ -3,51 +3,20 @@
 import functools
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ramify.cli.heavy_imports import pause_garbage_collection
-from ramify.cli.short_flags import expand_short_flags
-from ramify.core.config import dry_run, parse_component, pop_flags
+from ramify.cli.arguments import ConfigCall
+from ramify.cli.commands import pause_garbage_collection
+from ramify.core.config import dry_run
 from ramify.core.errors import ConfigInvalid
-from ramify.launch.process_configs import build_trainer_config
-from ramify.orchestrate.config import RunConfig
 from ramify.train.process_config import TrainerProcessConfig
 
-COMMAND_FLAGS = ("--dry-run", "--flat", "--replay", "--record")
-USAGE = """usage: ramify trainer [@ FILE] [-m MODEL] [--address tcp://HOST:PORT] [-o OUTPUTS] [--key value]
 
-  FILE                 a config file of this command, or of a whole run (as for `ramify rl`), from which this command
-                       takes its part; flags are always the keys below
-  --record DIR         write every received batch to DIR
-  --replay DIR         train on recorded batches; writes no checkpoints and no weights
-  --replay DIR --flat  the same, with each branch as a flat sequence (no prefix sharing)
-  --dry-run            check the configuration and exit
-
-On several GPUs: torchrun --nproc-per-node N -m ramify trainer ... Keys:
-"""
-
-
-def run(argv: Sequence[str]) -> int:
-    """Read the configuration, open the batch source, and train until it ends."""
-    (dry, flat), rest = pop_flags(argv, ("--dry-run", "--flat"))
-    replay, rest = _pop_directory_flag(rest, "--replay")
-    record, rest = _pop_directory_flag(rest, "--record")
-
-    def build_part(run_config: RunConfig) -> dict[str, Any]:
-        part = build_trainer_config(run_config)
-        return part if replay is None else {**part, "address": None}
-
-    config, run_config = parse_component(
-        TrainerProcessConfig,
-        expand_short_flags(rest),
-        RunConfig,
-        build_part,
-        prog="ramify trainer",
-        usage=USAGE,
-        command_flags=COMMAND_FLAGS,
-    )
+def run(call: ConfigCall[TrainerProcessConfig]) -> int:
+    """Open the batch source, and train until it ends."""
+    config, run_config, flags = call.config, call.run_config, call.flags
+    replay = Path(flags.replay) if flags.replay else None
+    record = Path(flags.record) if flags.record else None
     if run_config is not None and run_config.record_batches and replay is None and record is None:
         record = config.path / "batches"
     if (config.address is None) == (replay is None):
@@ -55,9 +24,9 @@ def run(argv: Sequence[str]) -> int:
             "give exactly one of --address tcp://HOST:PORT and --replay DIR "
             "(a run's file sets the address as orchestrator.address)"
         )
-    if (flat and replay is None) or (record is not None and replay is not None):
+    if (flags.flat and replay is None) or (record is not None and replay is not None):
         raise ConfigInvalid("--flat requires --replay; --record requires --address")
-    if dry:
+    if flags.dry_run:
         source = config.address or f"the batches in {replay}"
         message = f"would train {config.model.name} on {source}, into {config.path}"
         if run_config is None:
@@ -65,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
         else:  # the resolved configuration in that directory is the run's
             print(message)
         return 0
-    _train(config, replay=replay, record=record, flat=flat)
+    _train(config, replay=replay, record=record, flat=flags.flat)
     return 0
 
 
@@ -75,7 +44,7 @@ def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | 
         from ramify.model.precision import disable_tf32_convolutions
         from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
         from ramify.train.batch_source import BatchRecording, ReplayBatchSource
-        from ramify.train.distributed import init_distributed  # torch is loaded here, not for help
+        from ramify.train.distributed import init_distributed  # torch is loaded here, not for a dry run
         from ramify.train.process import TrainerProcess
         from ramify.train.remote_batch_source import RemoteBatchSource
         from ramify.train.weights_directory import lock_directory, remove_stale_directories
@@ -113,16 +82,6 @@ def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | 
             print(f"{'stopped' if received_signals else 'done'} after step {last_step}")
     if received_signals:  # no other process may be left to remove them; a resumed run publishes again
         remove_stale_directories()
-
-
-def _pop_directory_flag(args: Sequence[str], flag: str) -> tuple[Path | None, list[str]]:
-    """Return the directory given by a flag of this command, and the other arguments."""
-    if flag not in args:
-        return None, list(args)
-    index = list(args).index(flag)
-    if index + 1 == len(args):
-        raise ConfigInvalid(f"{flag} needs a directory")
-    return Path(args[index + 1]), [*args[:index], *args[index + 2 :]]
 
 
 def _discard_line(line: str) -> None: ...

@@ -7,81 +7,42 @@ checked in part: its rewards run on an empty reply. A taskset without any reward
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from rich.text import Text
 
-from ramify.cli.short_flags import expand_short_flags, expand_taskset_id
-from ramify.core.config import Config, add_origins, parse
+from ramify.cli.arguments import ConfigCall
+from ramify.core.console import PipeConsole
 from ramify.core.names import format_count
+from ramify.env import Task
+from ramify.env.decorators import MISSING_REWARD_ADVICE
+from ramify.infer.gateway import Gateway
 from ramify.processes.interpreter import find_other_interpreter, run_command_in
-from ramify.rollout.config import TimeoutsConfig
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from ramify.env import Task
-    from ramify.rollout import Environment, TaskValidation
+from ramify.rollout import Environment, SourceConfig, TaskValidation, validate_task
+from ramify.rollout.evals.config import ValidateConfig
+from ramify.rollout.evals.plan import load_first_tasks
 
 MAX_TASKS = 10_000  # default limit: a taskset may be infinite
 MAX_LISTED_FAILURES = 100
-SHORT_FLAGS = {"-n": "--num_tasks", "-c": "--concurrency"}
-USAGE = """usage: ramify validate ID [-n TASKS] [-c CONCURRENCY] [@ FILE] [--key value]
-
-  ID            a taskset: a built-in name, an entry point, an import path, or a .py file
-  --taskset.KEY VALUE     a key of the taskset itself; likewise --runtime.KEY
-
-A task is valid if its gold replies have a reward above 0. Without gold replies the rewards run on an empty reply, and
-the task is checked in part. The tasks that failed are printed, and a count. Exit code 0 if no task failed, 1 if one did
-or there is no reward at all, 2 if the taskset cannot be loaded. Keys:
-"""
 
 
-class ValidateConfig(Config):
-    """Configuration of `ramify validate`."""
-
-    taskset: dict[str, Any]
-    runtime: dict[str, Any] = {"id": "local"}
-    python: str | None = None
-    """The interpreter in which the taskset runs, as `python` of a source. Default: this one."""
-    num_tasks: int | None = Field(default=None, ge=1)
-    """Number of tasks, from the start of the taskset (-n). Default: all of them, up to 10,000."""
-    concurrency: int = Field(default=16, ge=1)
-    """Maximum tasks checked at the same time (-c)."""
-    timeout: float = Field(default=600.0, gt=0)
-    """Seconds for the gold replies of a task."""
-    timeouts: TimeoutsConfig = TimeoutsConfig()
-    seed: int = 0
-
-
-def run(argv: Sequence[str]) -> int:
+def run(call: ConfigCall[ValidateConfig]) -> int:
     """Check the tasks and print the report."""
-    args = expand_taskset_id(expand_short_flags(argv, SHORT_FLAGS))
-    config = parse(ValidateConfig, args, prog="ramify validate", usage=USAGE)
+    config = call.config
     if (python := find_other_interpreter(config.python)) is not None:
-        run_command_in(python, "validate", argv)
-    from ramify.rollout import Environment, SourceConfig
-    from ramify.rollout.evals.plan import load_first_tasks  # the rest is loaded here, not for help
-
+        run_command_in(python, "validate", call.argv)
     harness = {"id": "chat", "timeout": config.timeout}
     source = SourceConfig(taskset=config.taskset, runtime=config.runtime, harness=harness, timeouts=config.timeouts)
-    with add_origins(ValidateConfig, args, argv):
-        env = Environment.load(source)
+    env = Environment.load(source)
     tasks = load_first_tasks(env, config.num_tasks or MAX_TASKS)
     results = asyncio.run(_validate_tasks(env, tasks, config))
     _print_report(env, results, capped=config.num_tasks is None and len(tasks) == MAX_TASKS)
     return 1 if any(result.problem is not None for result in results) or not env.has_rewards else 0
 
 
-async def _validate_tasks(
-    env: "Environment", tasks: Sequence["Task"], config: ValidateConfig
-) -> list["TaskValidation"]:
-    from ramify.infer.gateway import Gateway
-    from ramify.rollout import validate_task
-
+async def _validate_tasks(env: Environment, tasks: Sequence[Task], config: ValidateConfig) -> list[TaskValidation]:
     semaphore = asyncio.Semaphore(config.concurrency)
 
-    async def validate_one(task: "Task") -> "TaskValidation":
+    async def validate_one(task: Task) -> TaskValidation:
         async with semaphore:
             return await validate_task(env, task, gateway=gateway, seed=config.seed)
 
@@ -89,10 +50,7 @@ async def _validate_tasks(
         return await asyncio.gather(*map(validate_one, tasks))
 
 
-def _print_report(env: "Environment", results: Sequence["TaskValidation"], *, capped: bool) -> None:
-    from ramify.core.console import PipeConsole
-    from ramify.env.decorators import MISSING_REWARD_ADVICE
-
+def _print_report(env: Environment, results: Sequence[TaskValidation], *, capped: bool) -> None:
     console = PipeConsole(soft_wrap=True)
     failures = [result for result in results if result.problem is not None]
     for line in _format_failures(failures):
@@ -119,10 +77,8 @@ def _print_report(env: "Environment", results: Sequence["TaskValidation"], *, ca
     console.print(f"{env.name}: {num_tasks}, {counts}{capped_at}")
 
 
-def _format_failures(failures: Sequence["TaskValidation"]) -> Iterator["Text"]:
+def _format_failures(failures: Sequence[TaskValidation]) -> Iterator[Text]:
     """Yield one line for each task that failed, and the further lines of its problem below it."""
-    from rich.text import Text
-
     task_width = max((len(result.task) for result in failures), default=0)
     for result in failures[:MAX_LISTED_FAILURES]:
         first, *others = (result.problem or "").splitlines() or [""]

@@ -4,40 +4,47 @@ A live run is queried over HTTP. If its orchestrator holds the run but does not 
 disk is shown. While the orchestrator has not started, the processes of the run are shown.
 """
 
-import argparse
+import platform
 import time
 import tomllib
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from ramify.cli.parser import CommandParser
+from ramify.cli.run_lookup import build_resume_command, find_run
+from ramify.core.console import make_console
 from ramify.core.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy
 from ramify.core.names import format_count
+from ramify.launch.dashboard import format_status_line
+from ramify.launch.last_state import describe_last_state
+from ramify.launch.liveness import get_process_state
+from ramify.launch.run_lock import RunSupervisor, find_supervisor
+from ramify.launch.run_queries import INTERRUPTED_EVENT, connect_if_running, describe_end, has_finished
+from ramify.launch.run_record import read_record
+from ramify.orchestrate.snapshot import OrchestratorState, read_snapshot
 from ramify.processes.log import ProcessLog
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ramify.launch.run_lock import RunSupervisor
-    from ramify.run.store import RunStore
-    from ramify.run.store.run_log import RunEvent
+from ramify.run.store import RunStore
+from ramify.run.store.audit import audit
+from ramify.run.store.index import DATABASE_NAME, has_index_checksum
+from ramify.run.store.integrity import check_storage
+from ramify.run.store.ledger import Ledger
+from ramify.run.store.run_log import RunEvent, RunLog
+from ramify.train.checkpoint_manifest import list_checkpoints, verify_checkpoint
 
 MAX_EVENTS = 10  # last events shown
 MAX_FAILURES = 3  # most frequent failures shown
 TAIL_LINES = 5  # last lines of each log shown
 
 
-def run(argv: Sequence[str]) -> int:
+def run(options: Namespace) -> int:
     """Query the live run, or read the files of an ended one; with --audit, check its files and its ledger."""
-    options = _build_parser().parse_args(argv)
-    from ramify.cli.run_lookup import find_run  # loaded here, not for help
-    from ramify.launch.run_lock import find_supervisor
-    from ramify.launch.run_queries import connect_if_running
-
     path = find_run(options.run)
     if options.audit:
         return _print_audit(path)
@@ -71,12 +78,6 @@ def _check_is_rl_run(path: Path) -> None:
 
 
 def _print_live_run(status: dict[str, Any], waits: Sequence[dict[str, Any]], dropped: str) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from ramify.core.console import make_console
-    from ramify.launch.dashboard import format_status_line
-
     console = make_console()
     console.print(Text(f"{status.get('run', '')} {format_status_line(status)}"))
     errors: list[dict[str, Any]] = status.get("errors") or []
@@ -103,8 +104,6 @@ def _print_live_run(status: dict[str, Any], waits: Sequence[dict[str, Any]], dro
 
 def _print_nodes(path: Path) -> None:
     """Print which node runs which process and whether it answers, if the run has processes on several nodes."""
-    from ramify.launch.run_record import read_record
-
     processes: dict[str, dict[str, Any]] = read_record(path).get("processes", {})
     if any(process.get("node") for process in processes.values()):
         _print_processes(processes)
@@ -112,10 +111,6 @@ def _print_nodes(path: Path) -> None:
 
 def _print_processes(processes: Mapping[str, dict[str, Any]]) -> None:
     """Print the state of each process, and its node if some of them are on other nodes than the head."""
-    from rich.table import Table
-
-    from ramify.core.console import make_console
-
     has_nodes = any(process.get("node") for process in processes.values())
     table = Table("process", *(["node"] if has_nodes else []), "state", "restarts", box=None, padding=(0, 2, 0, 0))
     for name, process in processes.items():
@@ -125,14 +120,8 @@ def _print_processes(processes: Mapping[str, dict[str, Any]]) -> None:
     make_console().print(table)
 
 
-def _is_starting(path: Path, supervisor: "RunSupervisor") -> bool:
+def _is_starting(path: Path, supervisor: RunSupervisor) -> bool:
     """Return whether the orchestrator of a supervised run has not written a state yet, and has not ended."""
-    import platform
-
-    from ramify.launch.liveness import get_process_state
-    from ramify.launch.run_record import read_record
-    from ramify.orchestrate.snapshot import read_snapshot
-
     record, snapshot = read_record(path), read_snapshot(path)
     if not _is_record_of(record, supervisor):
         return True
@@ -143,7 +132,7 @@ def _is_starting(path: Path, supervisor: "RunSupervisor") -> bool:
     return snapshot.host == platform.node() and get_process_state(snapshot.pid) == "gone"
 
 
-def _is_record_of(record: Mapping[str, Any], supervisor: "RunSupervisor") -> bool:
+def _is_record_of(record: Mapping[str, Any], supervisor: RunSupervisor) -> bool:
     """Return whether a supervisor has written the record, not one of an earlier start.
 
     The pid alone does not decide: it is unknown for another container, and may be the same in each new one.
@@ -152,12 +141,8 @@ def _is_record_of(record: Mapping[str, Any], supervisor: "RunSupervisor") -> boo
     return has_same_pid and record.get("started", 0.0) >= supervisor.locked_at
 
 
-def _print_starting_run(path: Path, reason: str, supervisor: "RunSupervisor | None") -> None:
+def _print_starting_run(path: Path, reason: str, supervisor: RunSupervisor | None) -> None:
     """Print that no orchestrator answers yet, and the processes that the supervisor has recorded."""
-    from ramify.core.console import make_console
-    from ramify.launch.run_record import read_record
-    from ramify.orchestrate.snapshot import OrchestratorState
-
     line = f"{path} state={OrchestratorState.STARTING}: {reason}; its orchestrator does not answer yet"
     make_console().print(line, soft_wrap=True)
     record = read_record(path)
@@ -167,13 +152,6 @@ def _print_starting_run(path: Path, reason: str, supervisor: "RunSupervisor | No
 
 def _print_unresponsive_run(path: Path) -> bool:
     """Print the last state of a run whose orchestrator does not respond; return False if it has written none."""
-    import platform
-
-    from ramify.core.console import make_console
-    from ramify.launch.liveness import get_process_state
-    from ramify.launch.run_record import read_record
-    from ramify.orchestrate.snapshot import read_snapshot
-
     snapshot = read_snapshot(path)
     if snapshot is None:
         return False
@@ -193,15 +171,6 @@ def _print_unresponsive_run(path: Path) -> bool:
 
 def _print_ended_run(path: Path) -> None:
     """Print from the run's files how far it came, its last events, and the last log lines of each process."""
-    from ramify.cli.run_lookup import build_resume_command
-    from ramify.core.console import make_console
-    from ramify.launch.last_state import describe_last_state
-    from ramify.launch.run_queries import INTERRUPTED_EVENT, describe_end
-    from ramify.orchestrate.snapshot import read_snapshot
-    from ramify.run.store import RunStore
-    from ramify.run.store.ledger import Ledger
-    from ramify.run.store.run_log import RunLog
-
     console = make_console()
     with RunStore.open(path, write=False) as store:
         ledger, events = Ledger.open_readonly(store), RunLog(store).events()
@@ -231,10 +200,8 @@ def _print_ended_run(path: Path) -> None:
     _print_log_tails(path, console)
 
 
-def _print_log_tails(path: Path, console: "Console") -> None:
+def _print_log_tails(path: Path, console: Console) -> None:
     """Print the last lines of each process's log."""
-    from ramify.launch.run_record import read_record
-
     for name, process in read_record(path).get("processes", {}).items():
         where = f" on {process['node']}" if process.get("node") else ""
         console.print(f"last lines of {name}{where}, {process['log']}:", soft_wrap=True)
@@ -242,7 +209,7 @@ def _print_log_tails(path: Path, console: "Console") -> None:
             console.print(f"  {line}", soft_wrap=True)
 
 
-def _summarize_failures(events: Sequence["RunEvent"], num_tries: Mapping[str, int]) -> list[str]:
+def _summarize_failures(events: Sequence[RunEvent], num_tries: Mapping[str, int]) -> list[str]:
     """Return the most frequent failures, one line each, with number and most frequent message.
 
     `num_tries` is the number of ended tries of each source.
@@ -265,10 +232,6 @@ def _summarize_failures(events: Sequence["RunEvent"], num_tries: Mapping[str, in
 
 def _print_audit(path: Path) -> int:
     """Print the problems of the run's files and its ledger; return the exit code."""
-    from ramify.run.store import RunStore
-    from ramify.run.store.index import DATABASE_NAME, has_index_checksum
-    from ramify.run.store.integrity import check_storage
-
     try:
         opened = RunStore.open(path, write=False)
     except RunBusy as busy:
@@ -292,8 +255,6 @@ def _print_audit(path: Path) -> int:
 
 def _audit_checkpoints(path: Path) -> list[str]:
     """Return a line for every damaged checkpoint."""
-    from ramify.train.checkpoint_manifest import list_checkpoints, verify_checkpoint
-
     problems: list[str] = []
     for checkpoint in list_checkpoints(path / "checkpoints"):
         try:
@@ -303,26 +264,10 @@ def _audit_checkpoints(path: Path) -> list[str]:
     return problems
 
 
-def _audit_ledger(store: "RunStore") -> tuple[str, list[str]]:
+def _audit_ledger(store: RunStore) -> tuple[str, list[str]]:
     """Return the size of the ledger and its problems; a run of `ramify eval` has no ledger."""
-    from ramify.launch.run_queries import has_finished
-    from ramify.run.store.audit import audit
-    from ramify.run.store.ledger import Ledger
-
     if not Ledger.exists_in(store):
         return format_count(len(store.rollouts()), "rollout"), []
     ledger = Ledger.open_readonly(store)
     size = f"{format_count(len(ledger.groups()), 'group')}, {format_count(ledger.progress().committed, 'step')}"
     return size, audit(ledger, finished=has_finished(store))
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("why")
-    parser.add_run_argument()
-    parser.add_argument(
-        "--audit",
-        action="store_true",
-        help="check the database and the checksums of stored traces and checkpoints, and that every group was trained "
-        "exactly once or dropped with a reason; exit 1 otherwise",
-    )
-    return parser

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Self
 from urllib.parse import urlsplit
 
-from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.wire.listener import to_bind_error
 
@@ -84,12 +83,8 @@ def _reserve(listener_name: str, address: str) -> tuple[int, socket.socket | Non
     with SO_REUSEADDR, but it cannot be held.
     """
     url = urlsplit(address)
-    try:
-        host, port = url.hostname, url.port
-    except ValueError:  # the port is not a number
-        host = port = None
-    if host is None or port is None:
-        raise ConfigInvalid(f"expected {url.scheme or 'tcp'}://HOST:PORT, got {address}", key=listener_name)
+    host, port = url.hostname, url.port
+    assert host is not None and port is not None  # the configuration was validated
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     last_error = OSError()
     for candidate in [port] if port else random.sample(PORT_RANGE, MAX_BIND_TRIES):

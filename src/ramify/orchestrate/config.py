@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from ramify.core.config import Config, RunName
+from ramify.core.config import Config, HttpAddress, RunName, TcpAddress
 from ramify.core.names import suggest
 from ramify.env.chat_client import RUN_MODEL_PREFIX
 from ramify.env.plugin import PLUGIN_KINDS
@@ -206,9 +206,9 @@ class OrchestratorConfig(Config):
     """`end` ends the run with `RunStalled`, `warn` reports it and continues."""
     stall_timeout: float = Field(default=1800.0, gt=0)
     """Seconds without progress after which the run fails with `RunStalled`."""
-    address: str = "tcp://127.0.0.1:0"
+    address: TcpAddress = "tcp://127.0.0.1:0"
     """Address the trainer connects to. Port 0 picks a free port."""
-    status_address: str = "http://127.0.0.1:0"
+    status_address: HttpAddress = "http://127.0.0.1:0"
     """Address of the status server. Port 0 picks a free port."""
     allowed_hosts: list[str] = []
     """Host names that requests to `/stop` may use, besides the host of `status_address`, IP addresses, names without a

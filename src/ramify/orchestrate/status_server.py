@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ramify.core.errors import ConfigInvalid
 from ramify.processes.wire.browser_guard import BrowserGuard
 from ramify.processes.wire.http_server import HttpServer
 
@@ -37,8 +36,7 @@ def build_status_server(
     routes = [make_route(path, handle) for path, handle in handlers.items()]
     app = Starlette(routes=[*routes, Route("/stop", handle_stop, methods=["POST"])])
     url = urlsplit(address)
-    if url.hostname is None or url.port is None:
-        raise ConfigInvalid(f"orchestrator.status_address: expected http://HOST:PORT, got {address}")
+    assert url.hostname is not None and url.port is not None  # the configuration was validated
     hosts = [url.hostname, *allowed_hosts]
     guarded = BrowserGuard(app, paths=["/stop"], hosts=hosts, config_key="orchestrator.allowed_hosts")
     return HttpServer(guarded, url.hostname, url.port, name="orchestrator.status_address")

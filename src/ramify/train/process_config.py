@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from ramify.core.config import Config, RunName
+from ramify.core.config import Config, RunName, TcpAddress
 from ramify.infer.config import ModelConfig
 from ramify.train.config import CheckpointConfig, TrainerConfig
 from ramify.train.weights_directory import get_weights_directory
@@ -49,7 +48,7 @@ class TrainerProcessConfig(Config):
     shared_directory: Path | None = None
     """The run's directory on storage that all nodes reach, for checkpoints, weights and images. Default: `output` and
     `name`."""
-    address: str | None = None
+    address: TcpAddress | None = None
     """Of the orchestrator: tcp://HOST:PORT."""
     secret_env: str = "RAMIFY_SECRET"
     """The environment variable with the secret of an address that other machines can reach."""
@@ -62,14 +61,6 @@ class TrainerProcessConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
-
-    @field_validator("address")
-    @classmethod
-    def _address_is_tcp(cls, address: str | None) -> str | None:
-        url = urlsplit(address or "tcp://unused:1")
-        if url.scheme != "tcp" or not url.hostname or not url.port:  # `port` raises if it is not a number
-            raise ValueError(f"expected tcp://HOST:PORT, got {address!r}")
-        return address
 
     @property
     def path(self) -> Path:

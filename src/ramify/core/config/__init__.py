@@ -4,7 +4,7 @@ One idea: all three are layers of one plain table, which is validated once, when
 whatever a file can set (entries of lists, variants, plugin tables), and one error lists all wrong keys and values.
 """
 
-from ramify.core.config.base import Config, RunName, expand_model_name, get_explicit_values
+from ramify.core.config.base import Config, HttpAddress, RunName, TcpAddress, expand_model_name, get_explicit_values
 from ramify.core.config.dump import dry_run, dump_toml, write_toml
 from ramify.core.config.hints import COMMAND_HINTS, LOSS_HINTS, find_file_hint
 from ramify.core.config.parser import (
@@ -21,7 +21,9 @@ __all__ = [
     "COMMAND_HINTS",
     "LOSS_HINTS",
     "Config",
+    "HttpAddress",
     "RunName",
+    "TcpAddress",
     "add_origins",
     "dry_run",
     "dump_toml",

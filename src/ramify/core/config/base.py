@@ -8,9 +8,11 @@ unless the input sets them.
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import PurePath
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
@@ -30,6 +32,21 @@ def _run_name_stays_below_output(name: str) -> str:
 
 RunName = Annotated[str, AfterValidator(_run_name_stays_below_output)]
 """The name of a run's directory below `output`; "" where the command has a default name."""
+
+
+def _address_has_host_and_port(address: str, *, scheme: str) -> str:
+    try:
+        url = urlsplit(address)
+        is_valid = url.scheme == scheme and bool(url.hostname) and url.port is not None
+    except ValueError:  # the port is not a number
+        is_valid = False
+    if not is_valid:
+        raise ValueError(f"expected {scheme}://HOST:PORT (port 0 takes a free one), got {address!r}")
+    return address
+
+
+TcpAddress = Annotated[str, AfterValidator(partial(_address_has_host_and_port, scheme="tcp"))]
+HttpAddress = Annotated[str, AfterValidator(partial(_address_has_host_and_port, scheme="http"))]
 
 
 class SectionProblems(ValueError):

@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError, create_model
 
-from ramify.core.config.arguments import Argument, FileArgument, FlagArgument, split_arguments
 from ramify.core.config.base import Config
 from ramify.core.config.error_messages import explain_errors
 from ramify.core.config.help import format_help
-from ramify.core.config.layers import ConfigLayers
+from ramify.core.config.layers import Argument, ConfigLayers, FileArgument, FlagArgument, split_arguments
 from ramify.core.config.schema import parse_key
 from ramify.core.errors import ConfigInvalid, ConfigProblem
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ramify.core.config import Config
+from ramify.core.config import Config, TcpAddress
 from ramify.core.errors import ConfigInvalid
 from ramify.infer.config import ExternalConfig, ModelConfig
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
@@ -61,7 +61,7 @@ class ServedSourceConfig(SourceConfig):
     """A source that has its own env server."""
 
     pool: PoolConfig = ElasticPoolConfig()
-    address: str | list[str] | None = None
+    address: TcpAddress | list[TcpAddress] | None = None
     """The address of the env server if you run it yourself, or a list of several that share the load; by default a
     free port of this machine."""
 

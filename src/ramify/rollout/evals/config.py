@@ -1,4 +1,4 @@
-"""The configuration of `ramify eval`. Importing it loads neither torch nor an environment."""
+"""The configuration of `ramify eval` and `ramify validate`. Importing it loads neither torch nor an environment."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ramify.core.config import RunName
+from ramify.core.config import Config, RunName
 from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig, ServerConfig
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
-from ramify.rollout.config import SourceConfig
+from ramify.rollout.config import SourceConfig, TimeoutsConfig
 
 
 class EvalConfig(SourceConfig):
@@ -62,3 +62,20 @@ class EvalConfig(SourceConfig):
         is_local = self.runtime.get("id", "local") == "local"
         runtime = {"workdir_root": str(directory), **self.runtime} if is_local else self.runtime
         return self.source.model_copy(update={"runtime": runtime})
+
+
+class ValidateConfig(Config):
+    """Configuration of `ramify validate`."""
+
+    taskset: dict[str, Any]
+    runtime: dict[str, Any] = {"id": "local"}
+    python: str | None = None
+    """The interpreter in which the taskset runs, as `python` of a source. Default: this one."""
+    num_tasks: int | None = Field(default=None, ge=1)
+    """Number of tasks, from the start of the taskset (-n). Default: all of them, up to 10,000."""
+    concurrency: int = Field(default=16, ge=1)
+    """Maximum tasks checked at the same time (-c)."""
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds for the gold replies of a task."""
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    seed: int = 0

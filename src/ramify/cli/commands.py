@@ -1,0 +1,450 @@
+"""The commands of `ramify` as data: what each is for, its arguments, and the function that runs it.
+
+A `ConfigCommand` reads configuration files and flags `--key value`; any other command has its options only. Functions
+and configuration classes are import paths, `module:name`, so that help loads none of them.
+"""
+
+import contextlib
+import gc
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+SHORT_FLAGS = {"-m": "--model.name", "-o": "--output", "-b": "--inference"}
+SOURCE_SHORT_FLAGS = {"-n": "--num_tasks", "-c": "--concurrency"}
+DEFAULT_METRICS = ("reward/all/mean", "eval/*/avg")  # that `ramify plot` plots
+DEFAULT_FOLDER = "outputs"  # that `ramify view` shows
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One argument: its names, and what argparse's `add_argument` takes."""
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Options that exclude each other."""
+
+    options: tuple[Option, ...]
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CliCommand:
+    """A command: one line of help, the import path of its function, and its options."""
+
+    help: str
+    run: str
+    options: tuple[Option | OneOf, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigCommand(CliCommand):
+    """A command that reads a configuration."""
+
+    config: str
+    """Import path of its configuration class."""
+    usage: tuple[str, ...]
+    """The ways to call it, without `ramify` and its name."""
+    arguments: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Arguments that its help page explains before its flags."""
+    flags: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Flags that are not keys of the configuration, with a metavariable if they take a value."""
+    notes: str = ""
+    """What the help page says before the keys."""
+    short_flags: Mapping[str, str] = field(default_factory=lambda: SHORT_FLAGS)
+    expand: str = ""
+    """Import path of a function that replaces shorthands, such as the id of a taskset, by flags."""
+    extract: str = ""
+    """Import path of a function that returns this command's part of a whole run's configuration."""
+    reports_crashes: bool = False
+    """Whether it runs in a child process, so that a crash of environment code is reported."""
+
+
+@contextlib.contextmanager
+def pause_garbage_collection() -> Generator[None]:
+    """Import modules without collections; the collector continues afterwards if it ran before.
+
+    Imports such as torch create a million objects that stay. Collections that traverse them find nothing, and take a
+    tenth of the time of the imports.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def load(path: str) -> Any:
+    """Return the function or class at an import path, `module:name`."""
+    module, _, name = path.partition(":")
+    with pause_garbage_collection():
+        return getattr(import_module(module), name)
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """Return one argument."""
+    return Option(names, settings)
+
+
+def switch(name: str, help: str) -> Option:
+    """Return a flag without a value."""
+    return Option((name,), {"action": "store_true", "help": help})
+
+
+RUN = option("run", metavar="RUN", help="run directory, or name of a run in ./outputs")
+RUN_CONFIG = "ramify.orchestrate.config:RunConfig"
+FRESH = {"--fresh": "start over; the old run directory is renamed"}
+ACCEPT_CHANGES = {"--accept-changes": "resume although an environment has changed; the change is recorded"}
+TASKSET_ID = {"ID": "a taskset: a built-in name, an entry point, an import path, or a .py file"}
+PART_OF_RUN = "a config file of this command, or of a whole run (as for `ramify rl`), from which it takes its part"
+
+COMMANDS: dict[str, CliCommand] = {
+    "rl": ConfigCommand(
+        "train a model with RL: starts and supervises all processes; rerun to resume",
+        "ramify.cli.rl:run",
+        config=RUN_CONFIG,
+        usage=(
+            "@ FILE [-m MODEL] [-b URL] [-o OUTPUTS] [--key value]",
+            "ID [-m MODEL] [--taskset.KEY VALUE] [--key value]",
+        ),
+        arguments={
+            "ID": "a taskset to train on, with default settings; evaluated on its eval split",
+            "--cluster ray": "run on the nodes of a Ray cluster, as `[cluster]` says or, without it, on what it has",
+        },
+        flags={
+            **FRESH,
+            **ACCEPT_CHANGES,
+            "--dry-run": "check the configuration, print the plan, and exit",
+            "--view": "show the run on a local page while it runs, as `ramify view` does; its address is printed",
+        },
+        notes="""Rerun the same command to resume the run. Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and stop; a
+second Ctrl-C stops at once. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped, 130 interrupted.
+
+Keys, first those that most runs set:""",
+        expand="ramify.cli.arguments:expand_run",
+    ),
+    "eval": ConfigCommand(
+        "evaluate a model on a taskset; rerun to resume",
+        "ramify.cli.eval:run",
+        config="ramify.rollout.evals.config:EvalConfig",
+        usage=(
+            "ID [-m MODEL] [-b URL] [-n TASKS] [-r REPETITIONS] [-c CONCURRENCY] [-o OUTPUTS] [@ FILE] [--key value]",
+        ),
+        arguments={
+            **TASKSET_ID,
+            "--taskset.KEY VALUE": "a key of the taskset itself; likewise --harness.KEY and --runtime.KEY",
+            "--workers N": "run the rollouts in N worker processes instead of this process",
+        },
+        flags={
+            **FRESH,
+            **ACCEPT_CHANGES,
+            "--show-traces": "print the trace of every rollout at the end",
+            "--keep-workdirs": "do not delete work directories",
+            "--dry-run": "check the configuration and exit",
+        },
+        notes="Rerun the same command to resume the run. Keys:",
+        short_flags={**SHORT_FLAGS, **SOURCE_SHORT_FLAGS, "-r": "--repetitions"},
+        expand="ramify.cli.arguments:expand_eval",
+        reports_crashes=True,
+    ),
+    "view": CliCommand(
+        "show runs, rollouts and token trees on a local page",
+        "ramify.cli.view:run",
+        (
+            option(
+                "outputs",
+                metavar="OUTPUTS",
+                nargs="?",
+                default=DEFAULT_FOLDER,
+                help=f"folder of runs, or one run ({DEFAULT_FOLDER})",
+            ),
+            option("--port", type=int, default=7420, help="port (7420); 0 takes a free one"),
+            option(
+                "--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need the printed token"
+            ),
+            option(
+                "--allow-host",
+                action="append",
+                default=[],
+                metavar="NAME",
+                help="host name under which a proxy serves the page; readers need the printed token",
+            ),
+            option("--export", metavar="FILE", help="write the run OUTPUTS as one HTML file, and exit"),
+            option(
+                "--rollout",
+                action="append",
+                default=[],
+                metavar="ID",
+                help="rollout in the file (default: the worst and the best)",
+            ),
+            switch("--open", "open the page in a browser"),
+        ),
+    ),
+    "why": CliCommand(
+        "show what a run is waiting for, or how it ended; --audit checks its files",
+        "ramify.cli.why:run",
+        (
+            RUN,
+            switch(
+                "--audit",
+                "check the database and the checksums of stored traces and checkpoints, and that every group was "
+                "trained exactly once or dropped with a reason; exit 1 otherwise",
+            ),
+        ),
+    ),
+    "metrics": CliCommand(
+        "print the metrics of a running or finished run",
+        "ramify.cli.metrics:print_metrics",
+        (
+            RUN,
+            option("--name", metavar="GLOB", help="print the points of metrics matching GLOB, such as 'eval/*/avg'"),
+            switch("--all", "print all points instead of a summary"),
+            switch("--json", "print the points as a list of {step, name, value}"),
+        ),
+    ),
+    "plot": CliCommand(
+        "plot metrics of one or more runs to an image",
+        "ramify.cli.metrics:plot",
+        (
+            option("run", metavar="RUN", nargs="+", help=RUN.settings["help"]),
+            option("-o", metavar="FILE", required=True, help="image file to write: .png, .svg or .pdf"),
+            option(
+                "--name",
+                action="append",
+                metavar="GLOB",
+                help=f"metrics to plot (default: {' and '.join(DEFAULT_METRICS)})",
+            ),
+        ),
+    ),
+    "show": CliCommand(
+        "list the rollouts of a run, or print one as a tree",
+        "ramify.cli.show:run",
+        (
+            RUN,
+            option("rollout", metavar="ROLLOUT", nargs="?", help="rollout id or unique prefix; omit to list rollouts"),
+            option("--limit", type=int, default=20, metavar="N", help="rollouts per page (20); 0 lists all"),
+            option("--page", type=int, default=1, metavar="N", help="page to list (1)"),
+            option("--source", metavar="NAME", help="only rollouts of this source, such as eval/held-out"),
+            switch("--failed", "only rollouts with a failure of the system or of the policy"),
+            OneOf((switch("--worst", "lowest rewards first"), switch("--best", "highest rewards first"))),
+            switch("--full", "show long messages of a rollout untruncated"),
+            switch(
+                "--tokens",
+                "print the tokens of ROLLOUT; without ROLLOUT, check that trained tokens were sampled",
+            ),
+            option("--pass-threshold", type=float, default=1.0, help="minimum reward of a passing rollout"),
+        ),
+    ),
+    "replay": CliCommand(
+        "rescore an eval's saved rollouts with the current reward code",
+        "ramify.cli.replay:run",
+        (RUN, switch("--all", "also list rollouts whose reward did not change")),
+    ),
+    "export": CliCommand(
+        "export a run's traces to JSONL or Parquet, or its model or adapter",
+        "ramify.cli.export:run",
+        (
+            RUN,
+            OneOf(
+                (
+                    option("--to", choices=("jsonl", "parquet"), help="export the traces in this format"),
+                    option("--model", metavar="DIR", help="export a model directory, which transformers and vLLM load"),
+                    switch("--adapter", "export the adapter of a LoRA run for peft"),
+                ),
+                required=True,
+            ),
+            option(
+                "--step",
+                metavar="N|best:METRIC",
+                default="",
+                help="step of --model: a number, or the one with the highest METRIC (lowest, if it is a loss) of those "
+                "that still have weights or a checkpoint (default: the last)",
+            ),
+            option(
+                "-o", dest="file", metavar="PATH", help="output path (default: export.FORMAT or adapter-STEP in RUN)"
+            ),
+        ),
+    ),
+    "rollback": CliCommand(
+        "resume a run from an older checkpoint, if its newest is damaged",
+        "ramify.cli.rollback:run",
+        (
+            option("run", metavar="RUN", help=f"{RUN.settings['help']}; it must not be running"),
+            option("step", metavar="STEP", type=int, help="step of the checkpoint to resume from"),
+        ),
+    ),
+    "validate": ConfigCommand(
+        "check every task of a taskset, without a model",
+        "ramify.cli.validate:run",
+        config="ramify.rollout.evals.config:ValidateConfig",
+        usage=("ID [-n TASKS] [-c CONCURRENCY] [@ FILE] [--key value]",),
+        arguments={
+            **TASKSET_ID,
+            "--taskset.KEY VALUE": "a key of the taskset itself; likewise --runtime.KEY",
+        },
+        notes="""A task is valid if its gold replies have a reward above 0. Without gold replies the rewards run on an
+empty reply, and the task is checked in part. The tasks that failed are printed, and a count. Exit code 0 if no task
+failed, 1 if one did or there is no reward at all, 2 if the taskset cannot be loaded. Keys:""",
+        short_flags=SOURCE_SHORT_FLAGS,
+        expand="ramify.cli.arguments:expand_taskset_id",
+    ),
+    "init": CliCommand(
+        "create a taskset package from a working template",
+        "ramify.cli.init:run",
+        (
+            option("name", metavar="NAME", help="id of the taskset, such as letter-count"),
+            option("-o", dest="directory", metavar="DIR", help="directory to write (default: ./NAME)"),
+        ),
+    ),
+    "sft": ConfigCommand(
+        "fine-tune a model on conversations (SFT); rerun to resume",
+        "ramify.cli.sft:run",
+        config="ramify.train.sft.config:SftConfig",
+        usage=("[@ FILE] [-m MODEL] [-d DATA] [-o OUTPUTS] [--key value]",),
+        arguments={
+            "-d DATA": "conversations: a jsonl, parquet, arrow, csv or json file, a directory of them, or a cached "
+            "dataset's id",
+        },
+        flags={**FRESH, "--dry-run": "check the configuration and the data, and exit"},
+        notes="""Rerun the same command to resume the run. On several GPUs: torchrun --nproc-per-node N -m ramify sft
+... Keys:""",
+        short_flags={"-m": "--model.name", "-o": "--output", "-d": "--data.path"},
+    ),
+    "orchestrator": ConfigCommand(
+        "run only the orchestrator, plus env servers as needed",
+        "ramify.cli.orchestrator:run",
+        config=RUN_CONFIG,
+        usage=("@ FILE [-b URL] [-m MODEL] [-o OUTPUTS] [--key value]",),
+        arguments={
+            "FILE": "the config file of a whole run, as for `ramify rl`",
+            "-b URL": "addresses of running inference servers; replaces the run's `inference`",
+        },
+        flags={"--dry-run": "check the configuration, print what would be started, and exit", **ACCEPT_CHANGES},
+        notes="""An env server is started for every source without an `address`, and ends with this command. The trainer
+connects to `orchestrator.address`. Rerun the same command to resume the run. Keys:""",
+    ),
+    "trainer": ConfigCommand(
+        "run only the trainer, on batches from an orchestrator or a recording",
+        "ramify.cli.trainer:run",
+        config="ramify.train.process_config:TrainerProcessConfig",
+        usage=("[@ FILE] [-m MODEL] [--address tcp://HOST:PORT] [-o OUTPUTS] [--key value]",),
+        arguments={"FILE": f"{PART_OF_RUN}; flags are always the keys below"},
+        flags={
+            "--record DIR": "write every received batch to DIR",
+            "--replay DIR": "train on recorded batches; writes no checkpoints and no weights",
+            "--flat": "with --replay: each branch is a flat sequence (no prefix sharing)",
+            "--dry-run": "check the configuration and exit",
+        },
+        notes="On several GPUs: torchrun --nproc-per-node N -m ramify trainer ... Keys:",
+        extract="ramify.cli.run_parts:extract_trainer",
+    ),
+    "serve": ConfigCommand(
+        "serve a model over HTTP, with the native engine or vLLM",
+        "ramify.cli.serve:run",
+        config="ramify.infer.config:ServeConfig",
+        usage=("[@ FILE] [-m MODEL] [--server.host HOST] [--server.port PORT] [--key value]",),
+        arguments={
+            "FILE": f"{PART_OF_RUN}: model and engine, at `base_url` if it names one server; flags are always the keys "
+            "below",
+        },
+        flags={"--dry-run": "print what would be served and where, then exit"},
+        notes="Keys:",
+        extract="ramify.cli.run_parts:extract_server",
+    ),
+    "env-server": ConfigCommand(
+        "serve one source: rollouts in worker processes",
+        "ramify.cli.env_server:run",
+        config="ramify.rollout.envserver.config:EnvServerConfig",
+        usage=("@ FILE [--source train/NAME] [-m MODEL] [-b URL] [-o RUN] [--key value]",),
+        arguments={
+            "FILE": f"{PART_OF_RUN}: one source, at its `address` or the port given by `launch.base_port`; flags are "
+            "always the keys below",
+            "--source": "the source to serve, if there are several",
+            "-b URL": "address of a running inference server, if the file names none",
+        },
+        flags={"--dry-run": "print what would be served and where, then exit"},
+        notes="Keys:",
+        extract="ramify.cli.run_parts:extract_env_server",
+    ),
+    "slurm": ConfigCommand(
+        "write (--submit: submit) a batch script that runs rl on nodes of Slurm",
+        "ramify.cli.cluster_jobs:write_slurm_script",
+        config=RUN_CONFIG,
+        usage=("@ FILE [--submit] [--key value]",),
+        flags={"--submit": "submit the script with sbatch; otherwise it is only written"},
+        notes="""The script is `job.sh` in RUN.slurm, beside the run directory. It allocates `cluster.num_nodes` nodes,
+each with the cores, GPUs and memory of `[cluster.node]`, starts Ray on them, and runs `ramify rl` with the arguments of
+this command. FILE, the working directory and this installation must be on all nodes. The job is requeued until the run
+is finished.
+
+Keys, the same as for `ramify rl`:""",
+        expand="ramify.cli.arguments:expand_cluster_run",
+    ),
+    "k8s": ConfigCommand(
+        "print a manifest that runs rl on Kubernetes, as a RayJob",
+        "ramify.cli.cluster_jobs:print_manifest",
+        config=RUN_CONFIG,
+        usage=("@ FILE [--key value] > job.yaml; kubectl apply -f job.yaml",),
+        notes="""Prints a ConfigMap with the resolved configuration, and a RayJob, for a Kubernetes cluster with the
+operator KubeRay. Each of the `cluster.num_nodes` nodes is a pod with what `[cluster.node]` says;
+`[cluster.kubernetes]` names the image and the volume. The image needs `ray[default]`, because
+KubeRay submits the job through Ray's dashboard.
+
+Keys, the same as for `ramify rl`:""",
+        expand="ramify.cli.arguments:expand_cluster_run",
+    ),
+    "env": CliCommand(
+        "install an environment for sources that need other packages, or list them",
+        "ramify.cli.env:run",
+        (
+            option("action", choices=("install", "list"), help="make an environment, or list those that exist"),
+            option("name", metavar="NAME", nargs="?", help="its name, which `python` of a source may give"),
+            option("packages", metavar="PACKAGE", nargs="*", help="what pip installs there besides Ramify"),
+            option("--python", help="the Python to make it with, 3.11 or newer (default: this one)"),
+        ),
+    ),
+    "model": CliCommand(
+        "list, inspect or fetch models",
+        "ramify.cli.model:run",
+        (
+            option(
+                "action",
+                choices=("list", "show", "fetch"),
+                help="list the packaged models; show a model's dimensions, and its benchmark results if measured; "
+                "fetch a model from the Hugging Face hub into its local cache",
+            ),
+            option(
+                "name",
+                metavar="NAME",
+                nargs="?",
+                help="a packaged model, a directory, or a cached Hugging Face id; for fetch, ORG/NAME",
+            ),
+            switch("--json", "print JSON"),
+        ),
+    ),
+    "runtime": CliCommand(
+        "list what runtimes enforce here, or clean up what earlier runs left",
+        "ramify.cli.runtime:run",
+        (
+            option(
+                "action",
+                choices=("list", "clean"),
+                help="list: show what each runtime enforces here; clean: kill and remove what ended processes left "
+                "behind",
+            ),
+            option("id", nargs="*", metavar="ID", help="ids of runtimes (default: all built-in ones)"),
+        ),
+    ),
+    "doctor": CliCommand(
+        "check what this machine can run, and how to install what is missing",
+        "ramify.cli.doctor:run",
+        (switch("--json", "print the results as JSON"),),
+    ),
+}
