@@ -33,7 +33,7 @@ def connect_to_ray(address: str, *, timeout: float = INIT_TIMEOUT) -> Any:
         ray: Any = import_module("ray")
         import_module("ray.util.scheduling_strategies")
     except ImportError as error:
-        raise ConfigInvalid("cluster.launcher: 'ray' needs the extra `ray`: pip install 'ramify[ray]'") from error
+        raise ConfigInvalid("'ray' needs the extra `ray`: pip install 'ramify[ray]'", key="cluster.launcher") from error
     variable = os.environ.get(ADDRESS_VARIABLE, "") if address == "auto" else ""
 
     def initialize() -> None:
@@ -47,7 +47,7 @@ def connect_to_ray(address: str, *, timeout: float = INIT_TIMEOUT) -> Any:
         where = f"{variable!r} ({ADDRESS_VARIABLE})" if variable else repr(address)
         reason = str(error) or f"no answer within {timeout:g} s"
         advice = "start it with `ray start --head`, or set cluster.address"
-        raise ConfigInvalid(f"cluster.address: no Ray cluster answers at {where}: {reason}; {advice}") from error
+        raise ConfigInvalid(f"no Ray cluster answers at {where}: {reason}; {advice}", key="cluster.address") from error
     return ray
 
 

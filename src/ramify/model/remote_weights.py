@@ -139,7 +139,7 @@ def _open_file_system(url: str) -> tuple[Any, str]:
     try:
         files, root = url_to_fs(url, use_listings_cache=False)
     except (ImportError, ValueError) as error:
-        raise ConfigInvalid(f"weights.url: {url} cannot be used: {error}") from error
+        raise ConfigInvalid(f"{url} cannot be used: {error}", key="weights.url") from error
     return files, str(root).rstrip("/")
 
 

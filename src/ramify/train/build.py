@@ -96,7 +96,7 @@ def build_trainer(
 def freeze_vision_tower(policy: PolicyModel) -> None:
     """Exclude the vision tower from training. Raises ConfigInvalid if the model has none."""
     if policy.tower is None:
-        raise ConfigInvalid("trainer.freeze_vision: the model has no vision tower; remove the key")
+        raise ConfigInvalid("the model has no vision tower; remove the key", key="trainer.freeze_vision")
     for parameter in policy.tower.parameters():
         parameter.requires_grad_(False)
 
@@ -138,7 +138,7 @@ def choose_moments(policy: PolicyModel, config: TrainerConfig, ranks: Ranks, sav
     """
     optim, device, is_alone = config.optim, ranks.device, ranks.world_size == 1
     if optim.moments == "8bit" and not is_alone:
-        raise ConfigInvalid("trainer.optim.moments: '8bit' needs a trainer of one rank; use 'float32' or 'auto'")
+        raise ConfigInvalid("'8bit' needs a trainer of one rank; use 'float32' or 'auto'", key="trainer.optim.moments")
     if optim.moments != "auto":
         return MomentsChoice(optim.moments, "requested")
     if saved == "8bit" or saved == "float32":

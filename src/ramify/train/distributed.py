@@ -96,7 +96,7 @@ def init_distributed(config: TrainerConfig) -> Iterator[Ranks]:
         torch.set_num_threads(config.threads)
     use_cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
     if use_cuda and not torch.cuda.is_available():
-        raise ConfigInvalid("trainer.device: torch sees no GPU on this machine; use 'cpu' or 'auto'")
+        raise ConfigInvalid("torch sees no GPU on this machine; use 'cpu' or 'auto'", key="trainer.device")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         yield Ranks(torch.device("cuda" if use_cuda else "cpu"))

@@ -29,7 +29,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
     known = sorted({name.rpartition(".")[2] for name in names})  # such as `q_proj`
     if unknown := [name for name in config.target_modules if name not in known]:
         problem = f"the layers have no {unknown[0]!r}; they have {', '.join(known)}"
-        raise ConfigInvalid(f"trainer.lora.target_modules: {problem}")
+        raise ConfigInvalid(problem, key="trainer.lora.target_modules")
     targets = [name for name in names if name.rpartition(".")[2] in (config.target_modules or known)]
     peft_config = build_peft_config(config, targets, purpose="trainer.lora")
     from peft import inject_adapter_in_model

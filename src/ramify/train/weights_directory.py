@@ -33,7 +33,7 @@ def get_weights_directory(run: Path, transport: str, shared: Path | None = None)
     if transport != "shm":
         return (shared or run) / WEIGHTS_DIR
     if not SHM_ROOT.is_dir():
-        raise ConfigInvalid(f"weights.transport: this system has no {SHM_ROOT}; use 'disk'")
+        raise ConfigInvalid(f"this system has no {SHM_ROOT}; use 'disk'", key="weights.transport")
     return SHM_ROOT / f"ramify-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]}"
 
 

@@ -70,7 +70,7 @@ async def connect_policy(
     if client_mode == "tokens":
         raise ConfigInvalid(f"client: 'tokens' is not possible: {reason}")
     if len(urls) > 1:
-        raise ConfigInvalid(f"inference.base_url: several servers require token ids ({reason}); use one address")
+        raise ConfigInvalid(f"several servers require token ids ({reason}); use one address", key="inference.base_url")
     log(f"using {urls[0]} as a chat endpoint, without token ids: {reason}")
     model_ids = [str(card.get("id")) for card in cards[0]]
     if model_ids and model not in model_ids:
@@ -91,7 +91,7 @@ def _why_no_token_ids(
         return f"its models are owned by {', '.join(sorted(owners))}, not by {' or '.join(TOKEN_API_OWNERS)}"
     served = {str(card[0].get("id")) for card in cards}
     if served_model and any(Path(name).name != Path(served_model).name for name in served):
-        raise ConfigInvalid(f"model.name: the server has {', '.join(sorted(served))}, not {served_model}")
+        raise ConfigInvalid(f"the server has {', '.join(sorted(served))}, not {served_model}", key="model.name")
     try:
         resolve_model_path(model)
     except ModelNotFound as error:
@@ -126,7 +126,7 @@ async def _list_models(url: str, api_key: str) -> list[dict[str, Any]]:
             response = await http.request("GET", MODELS_PATH)
             if response.status in (401, 403):
                 reason = error_from_response(http, MODELS_PATH, response)
-                raise ConfigInvalid(f"inference.base_url: {reason}; set api_key_env to the key's name")
+                raise ConfigInvalid(f"{reason}; set api_key_env to the key's name", key="inference.base_url")
             cards = msgspec.json.decode(read_body(http, MODELS_PATH, response))["data"]
             return [card for card in cards if isinstance(card, dict)]
     except ConnectFailed as error:  # its message has the server and the reason

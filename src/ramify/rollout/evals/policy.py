@@ -112,7 +112,7 @@ async def _connect(
     except ConfigInvalid:
         raise
     except RamifyError as error:
-        raise ConfigInvalid(f"inference.base_url: {error.message}") from error
+        raise ConfigInvalid(error.message, key="inference.base_url") from error
 
 
 def _check_port(host: str, port: int) -> None:
@@ -133,4 +133,4 @@ def _resolve_model(config: EvalConfig, resolver: Callable[[str], Path] = resolve
     try:
         return resolver(config.model.name)
     except ModelNotFound as error:
-        raise ConfigInvalid(f"model.name: {error.message}") from error
+        raise ConfigInvalid(error.message, key="model.name") from error

@@ -133,7 +133,9 @@ class ProgramHarness(Harness):
                 "taskset: use the harness chat"
             )
         if missing := [name for name in self.config.pass_env if name not in os.environ]:
-            raise ConfigInvalid(f"harness.pass_env: {', '.join(missing)} not set in the environment of the worker")
+            raise ConfigInvalid(
+                f"{', '.join(missing)} not set in the environment of the worker", key="harness.pass_env"
+            )
         paths = [("files", path) for path in self.config.files] + [
             ("copy_files", path) for path in self.config.copy_files
         ]

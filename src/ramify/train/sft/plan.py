@@ -82,7 +82,7 @@ class SftPlan:
 def build_sft_plan(config: SftConfig) -> SftPlan:
     """Find the model and read the data. Raises ConfigInvalid or ModelNotFound."""
     if problem := config.trainer.lora.find_missing_package():
-        raise ConfigInvalid(f"trainer.lora: {problem}")
+        raise ConfigInvalid(problem, key="trainer.lora")
     model_path, validation_config = resolve_model_path(config.model.name), config.validation
     renderer = load_renderer(model_path, config.renderer)
     conversations = parse_conversations(read_rows(config.data.path, config.data.split), config.data)
@@ -90,7 +90,7 @@ def build_sft_plan(config: SftConfig) -> SftPlan:
     train_indices, held_out_indices = split_held_out(len(conversations), fraction, config.seed)
     if fraction and not (train_indices and held_out_indices):
         purpose = "validate on" if train_indices else "train on"
-        raise ConfigInvalid(f"validation.fraction: {fraction} of {len(conversations)} leaves none to {purpose}")
+        raise ConfigInvalid(f"{fraction} of {len(conversations)} leaves none to {purpose}", key="validation.fraction")
     validation = [conversations[index] for index in held_out_indices]
     if validation_config.path is not None:
         data_config = config.data.model_copy(update={"path": validation_config.path})

@@ -162,7 +162,9 @@ class OpenEnv(rf.Taskset):
         if field is None or "tool_name" in observation:
             return json.dumps(observation)
         if field not in observation:
-            raise ConfigInvalid(f"taskset.observation_field: observations have {', '.join(observation)}, not {field!r}")
+            raise ConfigInvalid(
+                f"observations have {', '.join(observation)}, not {field!r}", key="taskset.observation_field"
+            )
         return str(observation[field])
 
 

@@ -124,20 +124,20 @@ def _create_dataset(config: ReasoningGymConfig, factory: Any) -> Any:
     """Return the dataset. Raises ConfigInvalid for a name or a parameter that is not usable."""
     name = config.dataset
     if name in REFUSALS:
-        raise ConfigInvalid(f"taskset.dataset: {name} cannot be used: {REFUSALS[name]}")
+        raise ConfigInvalid(f"{name} cannot be used: {REFUSALS[name]}", key="taskset.dataset")
     if name not in factory.DATASETS:
         hint = suggest(name, sorted(factory.DATASETS), "docs/reasoning-gym.md says how to list them")
-        raise ConfigInvalid(f"taskset.dataset: unknown dataset {name!r}; {hint}")
+        raise ConfigInvalid(f"unknown dataset {name!r}; {hint}", key="taskset.dataset")
     defaults = {"seed": config.seed, "size": config.size}
     try:
         if config.level is None:
             return factory.create_dataset(name, **defaults, **config.parameters)
         if not factory.has_curriculum(name):
-            raise ConfigInvalid(f"taskset.level: {name} has no curriculum; set `parameters` instead")
+            raise ConfigInvalid(f"{name} has no curriculum; set `parameters` instead", key="taskset.level")
         curriculum = factory.create_curriculum(name)
         for attribute, definition in curriculum.attributes.items():
             curriculum.set_attr_level(attribute, min(config.level, len(definition.levels) - 1))
         dataset_class, _ = factory.DATASETS[name]
         return dataset_class(config=curriculum.generate_configuration({**defaults, **config.parameters}))
     except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigInvalid(f"taskset.parameters: {name} refuses them: {error}") from error
+        raise ConfigInvalid(f"{name} refuses them: {error}", key="taskset.parameters") from error

@@ -54,7 +54,7 @@ class TextArena(rf.Taskset):
         games = [id.removesuffix(RAW_SUFFIX) for id in registry.ENV_REGISTRY if id.endswith(RAW_SUFFIX)]
         if config.game not in games:
             hint = suggest(config.game, games, "docs/textarena.md says how to list them")
-            raise ConfigInvalid(f"taskset.game: unknown game {config.game!r}; {hint}")
+            raise ConfigInvalid(f"unknown game {config.game!r}; {hint}", key="taskset.game")
 
     def load(self) -> Iterator[TextArenaTask]:
         """Yield one task per seed; the splits have different seeds."""

@@ -90,11 +90,13 @@ def _load_environment(config: VerifiersConfig) -> VerifiersEnvironment:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
-            raise ConfigInvalid(f"taskset.env: {name} imports {error.name}, which is not installed") from error
+            raise ConfigInvalid(f"{name} imports {error.name}, which is not installed", key="taskset.env") from error
         module = None  # v1 has environments of its own
     if hasattr(module, "load_environment"):
         if config.agent:
-            raise ConfigInvalid(f"taskset.agent: {config.env} is an environment of v0, which has no agent; remove it")
+            raise ConfigInvalid(
+                f"{config.env} is an environment of v0, which has no agent; remove it", key="taskset.agent"
+            )
         from ramify.env.adapters.verifiers.v0 import V0Environment
 
         return V0Environment(config.env, config.args)

@@ -53,7 +53,7 @@ class V0Environment(VerifiersEnvironment):
         try:
             self._env: Any = self._vf.load_environment(env_id, **args)
         except (ValueError, RuntimeError) as error:
-            raise ConfigInvalid(f"taskset.env: {env_id} cannot be loaded in {sys.prefix}: {error}") from error
+            raise ConfigInvalid(f"{env_id} cannot be loaded in {sys.prefix}: {error}", key="taskset.env") from error
         rubrics = _list_rubrics(self._env.rubric)
         for rubric in rubrics:
             rubric.funcs = [_note_errors(function) for function in rubric.funcs]

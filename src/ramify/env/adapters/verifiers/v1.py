@@ -43,7 +43,7 @@ class V1Environment(VerifiersEnvironment):
             self._env_class: Any = loaders.environment_class(env_id, "")
             self._tasks = _LazyTasks(iter(self._env_class(self._config).taskset))
         except (ImportError, TypeError, ValueError) as error:  # a pydantic error is a ValueError
-            raise ConfigInvalid(f"taskset.env: {env_id} cannot be loaded in {sys.prefix}: {error}") from error
+            raise ConfigInvalid(f"{env_id} cannot be loaded in {sys.prefix}: {error}", key="taskset.env") from error
         self.weights = _find_weights(self._tasks.get(0))
         self.ignored_sampling = agent.get("sampling", {})
         _add_interpreter_to_path()
@@ -132,7 +132,7 @@ class _LazyTasks:
 def _find_weights(task: Any) -> dict[str, float]:
     """Return the weights of a task's rewards and judges, and 0 for its metrics. Raises ConfigInvalid without a task."""
     if task is None:
-        raise ConfigInvalid("taskset.env: the taskset has no tasks")
+        raise ConfigInvalid("the taskset has no tasks", key="taskset.env")
     weights = {reward.__name__: float(getattr(reward, "_vf_weight", 1.0)) for reward in task.hooks("reward")}
     weights |= {judge.reward_name: float(judge.config.weight) for judge in task.plugged_judges()}
     return {metric.__name__: 0.0 for metric in task.hooks("metric")} | weights
