@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli import main, rollback, run_lookup
+from ramify.cli import main, rollback
 from ramify.launch import head, shared_storage
 from ramify.launch.completion import FINISHED_KEY
 from ramify.run.fencing.token import FencingToken
@@ -16,7 +16,6 @@ from ramify.run.store.audit import audit
 from ramify.run.store.ledger import Ledger, LedgerProgress
 from ramify.run.store.run_log import RunLog
 from ramify.run.store.run_writer import RunWriter
-from ramify.train import checkpoint_manifest
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, get_step_directory
 from tests.support.ledgers import write_finished_run
 
@@ -116,13 +115,13 @@ def test_busy_run_is_not_changed(run, capsys):
 @pytest.mark.parametrize(
     ("owner", "name", "path"),
     [
-        (run_lookup, "find_run", ""),
+        (rollback, "find_run", ""),
         (head, "read_local_state", ""),
-        (checkpoint_manifest, "list_completed_steps", "checkpoints"),
+        (rollback, "list_completed_steps", "checkpoints"),
         (RunStore, "open", ""),
-        (checkpoint_manifest, "find_committed_checkpoint", "checkpoints"),
+        (rollback, "find_committed_checkpoint", "checkpoints"),
         (rollback, "_count_bytes", "checkpoints/step_000002-0"),
-        (checkpoint_manifest, "verify_checkpoint", "checkpoints/step_000002-0"),
+        (rollback, "verify_checkpoint", "checkpoints/step_000002-0"),
         (Ledger, "progress", ""),
         (RunWriter, "_commit", ""),
         (Path, "rename", "checkpoints"),
