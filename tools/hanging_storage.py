@@ -16,11 +16,10 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import psutil
 
 from tools.stoppable_storage import StoppableStorage
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from ramify.train.trainer import Trainer
 
 Steps = Generator[None]  # yields when all is prepared; what follows is the call on storage that hangs
+PF_EXITING = 4  # flag of the kernel for a task that is ending
 MAX_WAIT = 40.0  # seconds after which a call that has not ended hangs for good
 TINY = Path(__file__).parent.parent / "src" / "ramify" / "models" / "tiny"
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
@@ -224,8 +224,8 @@ def _poll_addresses(hanging: Path, local: Path) -> Steps:
 
 
 def _replicate_commit(hanging: Path, local: Path) -> Steps:
-    from ramify.run.fencing.directory_store import DirectoryStore
     from ramify.launch.head import prepare_head
+    from ramify.run.fencing.directory_store import DirectoryStore
     from ramify.run.store import open_run
     from ramify.run.store.head_replication import HeadReplicator
 
@@ -239,8 +239,8 @@ def _replicate_commit(hanging: Path, local: Path) -> Steps:
 
 
 def _watch_for_newer_head(hanging: Path, local: Path) -> Steps:
-    from ramify.run.fencing.directory_store import DirectoryStore
     from ramify.launch.head import prepare_head
+    from ramify.run.fencing.directory_store import DirectoryStore
     from ramify.run.store import open_run
     from ramify.run.store.head_replication import HeadReplicator
 
@@ -369,9 +369,9 @@ def _build_config(output: Path, shared: Path | None, **more: Any) -> RunConfig:
 
 
 def _build_leased_spec(local: Path) -> ProcessSpec:
-    from ramify.run.fencing.lease import LeaseTerms
     from ramify.launch.launcher import Placement
     from ramify.launch.process import ProcessSpec
+    from ramify.run.fencing.lease import LeaseTerms
 
     return ProcessSpec("engine", ("true",), local / "engine.log", placement=Placement(lease=LeaseTerms(60.0)))
 
@@ -423,8 +423,12 @@ def _finish_run(path: Path) -> None:
         store.set_fact("finished", 1)
 
 
-def _run_probe(index: int, hanging: Path, local: Path) -> None:
+def _run_probe(index: int, hanging: Path, local: Path, scale: float) -> None:
     """Prepare a probe, say so, wait for the storage to be stopped, and make the call."""
+    from ramify.core.watchdog import WATCHDOG, WatchdogSettings
+
+    limits = WatchdogSettings()
+    WATCHDOG.settings = replace(limits, storage_limit=limits.storage_limit / scale)
     steps = PROBES[index].steps(hanging, local)
     next(steps)
     print("prepared", flush=True)
@@ -471,8 +475,9 @@ def _measure(index: int, scale: float) -> tuple[str, float]:
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether a process runs. One that has ended may wait for its storage in the kernel until that answers."""
-    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    """Return whether a process runs. One that is ending may wait in the kernel until its storage answers."""
+    state, *_ = fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return state != "Z" and not int(fields[6]) & PF_EXITING
 
 
 def _describe(code: int, hangs: bool, output: str) -> str:
@@ -493,7 +498,7 @@ def main() -> None:
     parser.add_argument("--probe", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.probe:
-        _run_probe(int(options.probe[0]), Path(options.probe[1]), Path(options.probe[2]))
+        _run_probe(int(options.probe[0]), Path(options.probe[1]), Path(options.probe[2]), options.scale)
     indices = [index for index, probe in enumerate(PROBES) if options.only in f"{probe.role} {probe.call}"]
     print("| role | call | storage | s | outcome |\n|---|---|---|---|---|", flush=True)
     with ThreadPoolExecutor(options.jobs) as executor:

@@ -1,34 +1,18 @@
 """`ramify rollback` ends a run's history at an older checkpoint, and changes nothing if it cannot."""
 
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from ramify.cli import main, rollback
-from ramify.launch import head, shared_storage
+from ramify.cli import main
 from ramify.launch.completion import FINISHED_KEY
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store import RunStore
 from ramify.run.store.audit import audit
 from ramify.run.store.ledger import Ledger, LedgerProgress
 from ramify.run.store.run_log import RunLog
-from ramify.run.store.run_writer import RunWriter
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files, get_step_directory
 from tests.support.ledgers import write_finished_run
-
-HANGS = """
-import sys, threading
-from ramify.cli import main, rollback, run_lookup
-from ramify.launch import shared_storage
-from ramify.train import checkpoint_manifest
-
-shared_storage.STORAGE_TIMEOUT = 1.0
-checkpoint_manifest._checksum_piece = lambda path, index: threading.Event().wait()
-sys.exit(main(["rollback", *sys.argv[1:]]))
-"""
 
 
 def save_checkpoint(run: Path, step: int) -> Path:
@@ -109,69 +93,3 @@ def test_busy_run_is_not_changed(run, capsys):
     with RunStore.open(run):
         assert main(["rollback", str(run), "2"]) == 1
     assert "RunBusy" in capsys.readouterr().err
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("owner", "name", "path"),
-    [
-        (rollback, "find_run", ""),
-        (head, "read_local_state", ""),
-        (rollback, "list_completed_steps", "checkpoints"),
-        (RunStore, "open", ""),
-        (rollback, "find_committed_checkpoint", "checkpoints"),
-        (rollback, "_count_bytes", "checkpoints/step_000002-0"),
-        (rollback, "verify_checkpoint", "checkpoints/step_000002-0"),
-        (Ledger, "progress", ""),
-        (RunWriter, "_commit", ""),
-        (Path, "rename", "checkpoints"),
-        (RunStore, "close", ""),
-    ],
-)
-def test_storage_that_hangs_is_named(run, capsys, monkeypatch, owner, name, path):
-    original, answers, is_reached = getattr(owner, name), threading.Event(), threading.Event()
-
-    def hang(*args, **options):
-        is_reached.set()
-        answers.wait()
-        return original(*args, **options)
-
-    monkeypatch.setattr(shared_storage, "STORAGE_TIMEOUT", 1.0)
-    monkeypatch.setattr(rollback, "CLOSE_TIMEOUT", 0.2)
-    monkeypatch.setattr(owner, name, hang)
-    try:
-        assert main(["rollback", str(run), "2"]) == 1
-    finally:
-        answers.set()
-    assert is_reached.is_set()
-    assert f"StorageFailed: {run / path}: the storage did not answer within 1" in capsys.readouterr().err
-
-
-@pytest.mark.timeout(60)
-def test_rollback_that_was_given_up_is_complete_when_it_is_repeated(run, capsys, monkeypatch):
-    roll_back, answers, changed = Ledger.roll_back, threading.Event(), threading.Event()
-
-    async def roll_back_and_hang(*args):
-        await roll_back(*args)
-        changed.set()
-        answers.wait()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shared_storage, "STORAGE_TIMEOUT", 1.0)
-        patch.setattr(Ledger, "roll_back", roll_back_and_hang)
-        assert main(["rollback", str(run), "2"]) == 1
-    answers.set()
-    assert changed.is_set() and "StorageFailed" in capsys.readouterr().err
-    assert main(["rollback", str(run), "2"]) == 0
-    with RunStore.open(run) as store:
-        assert Ledger.open(store).progress() == LedgerProgress(committed=2, acknowledged=2, incarnation=1)
-        assert store.get_fact(FINISHED_KEY) is None
-        assert [event.fields for event in RunLog(store).events("rolled_back")] == [{"committed": 4, "step": 2}]
-
-
-@pytest.mark.process
-def test_storage_that_hangs_while_a_checkpoint_is_verified_does_not_delay_the_exit(run):
-    command = [sys.executable, "-c", HANGS, str(run), "2"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 1
-    assert "StorageFailed" in result.stderr

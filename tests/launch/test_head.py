@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.rollback import run as roll_back
+from ramify.core.display import Display
 from ramify.core.errors import ConfigInvalid, ProcessReplaced
-from ramify.launch.completion import mark_finished, prepare_run_directory
+from ramify.launch.completion import FINISHED_KEY, mark_finished, prepare_run_directory
+from ramify.launch.execution import execute_plan
 from ramify.launch.head import check_newest_head, prepare_head, read_local_state
+from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.run.fencing.directory_store import DirectoryStore
@@ -220,3 +223,14 @@ def test_local_run_can_get_a_shared_directory(tmp_path):
     ledger = start(make_config(tmp_path, "b"))
     assert ledger.progress().committed == 2
     ledger.store.close()
+
+
+def test_end_that_was_not_replicated_is_replicated_by_a_rerun(tmp_path):
+    first, second = (make_config(tmp_path, name, max_steps=1) for name in ("a", "b"))
+    train_step(first)
+    with open_run(first.path, first.identity) as store:  # as if the shared storage had failed afterwards
+        store.set_fact(FINISHED_KEY, 1)
+    result = execute_plan(build_plan(first, gpus=[]), display=Display())
+    assert (result.did_run, result.steps) == (False, 1)
+    prepare_head(second)
+    assert prepare_run_directory(second) == 1

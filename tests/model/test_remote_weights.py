@@ -3,10 +3,8 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import fsspec
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
 
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProviderError, WeightsRefused, WeightsReplaced
 from ramify.infer.weight_loader import WeightLoader
@@ -144,30 +142,3 @@ def test_engine_does_not_wait_forever_for_another_one(tmp_path, url, cache, monk
             fetch_weights(directory.name, url)
         release.set()
         assert first.result(10).name == directory.name
-
-
-class HangingStore(LocalFileSystem):
-    """A store that copies no file until it is released."""
-
-    protocol = "hanging"
-    released = threading.Event()
-
-    def put_file(self, *args, **options):
-        self.released.wait(60)
-
-    def get_file(self, *args, **options):
-        self.released.wait(60)
-
-
-def test_store_that_hangs_is_given_up(tmp_path, url, cache, monkeypatch):
-    fsspec.register_implementation("hanging", HangingStore, clobber=True)
-    directory = publish(tmp_path, url, 1)
-    monkeypatch.setattr(remote_weights, "STORE_TIMEOUT", 0.2)
-    hanging_url = f"hanging://{tmp_path}/bucket/run"
-    try:
-        with pytest.raises(DeadlineExceeded, match=r"get_file took longer than 0\.2 s"):
-            fetch_weights(directory.name, hanging_url)
-        with pytest.raises(DeadlineExceeded, match=r"put_file took longer than 0\.2 s"):
-            upload_weights(directory, hanging_url)
-    finally:
-        HangingStore.released.set()

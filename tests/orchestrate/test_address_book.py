@@ -1,12 +1,10 @@
 """The address book: subscribers get the addresses of their key, and a run without the file notices nothing."""
 
 import asyncio
-import threading
 
 import pytest
 
 from ramify.core.errors import ConfigInvalid, StorageFailed
-from ramify.orchestrate import address_book
 from ramify.orchestrate.address_book import (
     ADDRESS_BOOK_FILE,
     AddressBook,
@@ -66,21 +64,6 @@ async def test_book_that_cannot_be_read_for_a_moment_keeps_its_addresses(tmp_pat
 
 async def test_book_that_stays_unreadable_ends_the_run(tmp_path):
     with pytest.raises(StorageFailed):
-        async with asyncio.timeout(60), AddressBook(tmp_path, poll_interval=0.01, read_timeout=0.05) as book:
+        async with asyncio.timeout(60), AddressBook(tmp_path, poll_interval=0.01, retry_time=0.05) as book:
             (tmp_path / ADDRESS_BOOK_FILE).mkdir()
             await book.wait_failed()
-
-
-def test_storage_that_hangs_ends_the_run_and_does_not_block_it(tmp_path, monkeypatch):
-    answers = threading.Event()
-
-    async def main() -> None:
-        async with asyncio.timeout(60), AddressBook(tmp_path, poll_interval=0.01, read_timeout=0.2) as book:
-            monkeypatch.setattr(address_book, "read_addresses", lambda path: answers.wait())
-            await book.wait_failed()
-
-    try:
-        with pytest.raises(StorageFailed, match=r"addresses.json: the storage did not answer within 0.2 s"):
-            asyncio.run(main())
-    finally:
-        answers.set()

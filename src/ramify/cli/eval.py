@@ -21,7 +21,7 @@ from ramify.rollout.evals.policy import check_server
 from ramify.rollout.evals.report import build_report
 from ramify.rollout.evals.run import EvalResult, evaluate, find_rollouts_to_run, get_run_path, with_eval_split
 from ramify.rollout.evals.trace_view import render_trace_tree
-from ramify.rollout.evals.watchdog import Watchdog
+from ramify.rollout.evals.watchdog import LoopWatchdog
 from ramify.rollout.runtime.bwrap import describe_fallback
 from ramify.run.store import RunStore
 
@@ -64,7 +64,7 @@ def _evaluate(call: ConfigCall[EvalConfig]) -> int:
         "with --workers 1 rollouts run in a separate process, which is replaced if it hangs"
     )
     try:
-        with Watchdog(config.hang_timeout, advice, call.crash_reporter) as watchdog:
+        with LoopWatchdog(config.hang_timeout, advice, call.crash_reporter) as watchdog:
             result = evaluate(
                 config,
                 fresh=flags.fresh,

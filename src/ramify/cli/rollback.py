@@ -1,18 +1,15 @@
 """`ramify rollback RUN STEP`: resume a run from an older checkpoint, for example if the newest one is damaged."""
 
 import asyncio
-import contextlib
 from argparse import Namespace
-from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 
 from ramify.cli.run_lookup import build_resume_command, find_run
-from ramify.core.errors import CheckpointRefused, ConfigInvalid, RamifyError
-from ramify.core.files import unless_abandoned
+from ramify.core.errors import CheckpointRefused, ConfigInvalid
+from ramify.core.interactive import call_interruptible
 from ramify.launch.completion import FINISHED_KEY
 from ramify.launch.head import check_newest_head
-from ramify.launch.shared_storage import call_storage_blocking, get_transfer_timeout
 from ramify.run.store import RunStore, wrap_storage_errors
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.run_log import build_event_change
@@ -25,30 +22,10 @@ from ramify.train.checkpoint_manifest import (
     verify_checkpoint,
 )
 
-CLOSE_TIMEOUT = 5.0  # seconds to close a run after an error; its storage may hang
-
 
 def run(options: Namespace) -> int:
     """Verify the checkpoint, end the run's history there, and rename newer checkpoints."""
-    with wrap_storage_errors(Path(options.run)):
-        path = call_storage_blocking(partial(find_run, options.run), options.run)
-        check_newest_head(path)
-        checkpoints = path / "checkpoints"  # perhaps on shared storage, which may hang
-        steps = call_storage_blocking(partial(list_completed_steps, checkpoints), checkpoints)
-    if options.step not in steps:
-        existing = ", ".join(map(str, steps)) or "none"
-        raise CheckpointRefused(f"{path} has no checkpoint of step {options.step}; checkpoints of the run: {existing}")
-    with _open_store(path) as store, wrap_storage_errors(path):
-        ledger = call_storage_blocking(partial(Ledger.open, store), path)
-        commit = call_storage_blocking(partial(ledger.get_commit, options.step), path)  # an SFT run has none
-        commit_dir = commit.directory if commit is not None else ""
-        find_checkpoint = partial(find_committed_checkpoint, checkpoints, options.step, commit_dir)
-        checkpoint_dir = call_storage_blocking(find_checkpoint, checkpoints)
-        num_bytes = call_storage_blocking(partial(_count_bytes, checkpoint_dir), checkpoint_dir)
-        verify, timeout = partial(verify_checkpoint, checkpoint_dir), get_transfer_timeout(num_bytes)
-        call_storage_blocking(verify, checkpoint_dir, timeout=timeout)
-        committed = call_storage_blocking(partial(_roll_back_ledger, ledger, options.step, checkpoint_dir), path)
-        renamed = call_storage_blocking(partial(_rename_newer, checkpoints, options.step), checkpoints)
+    path, committed, renamed = call_interruptible(partial(_roll_back, options.run, options.step), "rollback")
     command = build_resume_command(path)
     advice = f"resume with: {command}" if command else "rerun the command that started it"
     print(f"{path} is rolled back to step {options.step}; {advice}")
@@ -59,22 +36,24 @@ def run(options: Namespace) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _open_store(path: Path) -> Generator[RunStore]:
-    """Open the run, and close it when the block ends, both with a deadline. An error of the block is kept."""
-    store = call_storage_blocking(partial(RunStore.open, path), path)
-    try:
-        yield store
-    except BaseException:
-        with contextlib.suppress(RamifyError), wrap_storage_errors(path):
-            call_storage_blocking(store.close, path, timeout=CLOSE_TIMEOUT)
-        raise
-    with wrap_storage_errors(path):
-        call_storage_blocking(store.close, path)
-
-
-def _count_bytes(checkpoint: Path) -> int:
-    return sum(file.stat().st_size for file in checkpoint.glob("*"))
+def _roll_back(run: str, step: int) -> tuple[Path, int, list[Path]]:
+    """Roll a run back; return its path, the step at which its history ended, and the renamed checkpoints."""
+    with wrap_storage_errors(Path(run)):
+        path = find_run(run)
+        check_newest_head(path)
+        checkpoints = path / "checkpoints"
+        steps = list_completed_steps(checkpoints)
+    if step not in steps:
+        existing = ", ".join(map(str, steps)) or "none"
+        raise CheckpointRefused(f"{path} has no checkpoint of step {step}; checkpoints of the run: {existing}")
+    with RunStore.open(path) as store, wrap_storage_errors(path):
+        ledger = Ledger.open(store)
+        commit = ledger.get_commit(step)  # an SFT run has none
+        commit_dir = commit.directory if commit is not None else ""
+        checkpoint_dir = find_committed_checkpoint(checkpoints, step, commit_dir)
+        verify_checkpoint(checkpoint_dir)
+        committed = _roll_back_ledger(ledger, step, checkpoint_dir)
+        return path, committed, _rename_newer(checkpoints, step)
 
 
 def _roll_back_ledger(ledger: Ledger, step: int, checkpoint: Path) -> int:
@@ -99,6 +78,5 @@ def _rename_newer(directory: Path, step: int) -> list[Path]:
             continue
         while (target := directory / f"rolled_back_{number}.{checkpoint.name}").exists():
             number += 1
-        with unless_abandoned():
-            renamed.append(checkpoint.rename(target))
+        renamed.append(checkpoint.rename(target))
     return renamed

@@ -4,18 +4,15 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from ramify.core.errors import DeadlineExceeded, RamifyError, StorageFailed
-from ramify.core.files import AbandonableCall
+from ramify.core.errors import DeadlineExceeded, RamifyError
 
-CHANGE_TIMEOUT = 1.0  # seconds for a change of files that has begun when its call is abandoned
-POLL_INTERVAL = 0.01  # seconds between two looks at a thread that may hang
+CANCEL_TIMEOUT = 10.0  # seconds for a thread that reads or writes files to end after its caller was cancelled
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,41 +60,18 @@ async def retry(call: Callable[[], Awaitable[T]], *, max_retries: int, backoff: 
     return await call()
 
 
-class SingleThreadCaller:
-    """Calls functions that may hang, each in a daemon thread that begins when the one before has ended.
-
-    Storage that hangs thus holds one thread, however often a call that was given up is repeated.
-    """
-
-    def __init__(self) -> None:
-        self._last_call: Future[Any] | None = None
-
-    async def call(self, function: Callable[[], T], name: str) -> T:
-        """Return the result of a call as `call_in_daemon_thread` does, after the last call has ended."""
-        while self._last_call is not None and not self._last_call.done():
-            await asyncio.sleep(POLL_INTERVAL)
-        self._last_call = future = Future[T]()
-        return await _call_in_daemon_thread(function, name, future)
-
-
 async def call_in_daemon_thread(function: Callable[[], T], name: str) -> T:
-    """Return the result of a call that may hang, such as one to a mount that is gone, from a thread of this name.
+    """Return the result of a call that may hang, from a thread of this name.
 
-    Python waits at its exit for the threads of `asyncio.to_thread`, but not for this one. If the caller stops waiting,
-    the call is abandoned: it may go on, but replaces and renames no files any more. A change that has begun is
-    waited for, at most CHANGE_TIMEOUT seconds.
+    Python waits at its exit for the threads of `asyncio.to_thread`, but not for this one, which goes on if the caller
+    stops waiting.
     """
-    return await _call_in_daemon_thread(function, name, Future[T]())
-
-
-async def _call_in_daemon_thread(function: Callable[[], T], name: str, future: "Future[T]") -> T:
-    """Do what `call_in_daemon_thread` does; `future` is done when the call has ended."""
-    abandonable = AbandonableCall()
+    future = Future[T]()
     future.set_running_or_notify_cancel()  # mark it running, so that cancelling a waiter does not cancel it
 
     def call() -> None:
         try:
-            future.set_result(abandonable.run(function))
+            future.set_result(function())
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             future.set_exception(error)
 
@@ -105,18 +79,21 @@ async def _call_in_daemon_thread(function: Callable[[], T], name: str, future: "
         threading.Thread(target=call, name=name, daemon=True).start()
     except RuntimeError as error:  # the process may start no more threads
         future.set_exception(error)
+    return await asyncio.wrap_future(future)
+
+
+async def call_storage(function: Callable[[], T], name: str) -> T:
+    """Return the result of a function that reads or writes files, from a thread of this name.
+
+    The event loop goes on while the storage hangs, until the watchdog ends the process. If the caller is cancelled, the
+    thread is waited for, at most CANCEL_TIMEOUT seconds, so that what it writes does not follow what comes next.
+    """
+    call = asyncio.ensure_future(call_in_daemon_thread(function, name))
     try:
-        return await asyncio.wrap_future(future)
-    finally:
-        if not future.done():
-            abandonable.abandon()
-            await _wait_for_change(abandonable)
-
-
-async def _wait_for_change(call: AbandonableCall) -> None:
-    deadline = time.monotonic() + CHANGE_TIMEOUT
-    while call.is_changing and time.monotonic() < deadline:
-        await asyncio.sleep(POLL_INTERVAL)
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call], timeout=CANCEL_TIMEOUT)
+        raise
 
 
 def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], *, max_threads: int) -> list[R]:
@@ -144,27 +121,6 @@ def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], *, max
         return [future.result() for _, future in calls]
     finally:
         pending.clear()
-
-
-async def call_storage(
-    function: Callable[[], T], what: str, *, timeout: float, caller: SingleThreadCaller | None = None
-) -> T:
-    """Return the result of a call that reads or writes files, which hangs if their storage does.
-
-    Raises StorageFailed after `timeout` seconds, with `what` as the subject. With a `caller`, the call first waits for
-    the last call of that caller. A thread that hangs is left behind, but replaces and renames no files any more, unless
-    it hangs in the change itself (`ramify.core.files`). It may still create directories, and a change of the ledger
-    that it has queued is still stored.
-    """
-    scope = asyncio.timeout(timeout)
-    try:
-        async with scope:
-            return await (call_in_daemon_thread if caller is None else caller.call)(function, what)
-    except TimeoutError as error:
-        if not scope.expired():  # it is that of the function
-            raise
-        problem = f"{what}: the storage did not answer within {timeout:g} s"
-        raise StorageFailed(f"{problem}; check the disk and the mounts, then repeat the command") from error
 
 
 async def cancel_all(tasks: Iterable["asyncio.Future[Any]"]) -> None:

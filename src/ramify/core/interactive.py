@@ -9,9 +9,11 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, wait
 from typing import Any, Generic, Self, TypeVar
+
+from ramify.core.async_calls import call_storage
 
 T = TypeVar("T")
 POLL_INTERVAL = 0.5  # seconds after which the waiting thread handles a signal
@@ -49,6 +51,11 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], *, cleanup_timeout: float =
     cancels the cleanup.
     """
     return _LoopThread(coroutine).run(cleanup_timeout) if has_running_loop() else asyncio.run(coroutine)
+
+
+def call_interruptible(function: Callable[[], T], name: str) -> T:
+    """Return the result of a function that reads or writes files, whose storage may hang; an interrupt is raised."""
+    return run_coroutine(call_storage(function, name))
 
 
 class _LoopThread(Generic[T]):

@@ -10,14 +10,13 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ramify.core.files import get_free_bytes
 from ramify.core.names import format_count
+from ramify.core.watchdog import watch_storage
 from ramify.launch.devices import GIB, list_visible_gpus, uses_gpu
 from ramify.launch.memory import LORA_PARAMETER_FRACTION, MASTER_BYTES, MOMENT_BYTES, ModelSize, get_element_bytes
-from ramify.launch.shared_storage import call_storage_blocking
 from ramify.orchestrate.config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 from ramify.train.weights_directory import WEIGHTS_DIR
@@ -82,10 +81,7 @@ class DiskEstimate:
 
 
 def estimate_disk(config: RunConfig) -> DiskEstimate | None:
-    """Estimate the disk space of a run; None if the size of its model or the free space is unknown.
-
-    Raises StorageFailed if shared storage does not answer.
-    """
+    """Estimate the disk space of a run; None if the size of its model or the free space is unknown."""
     if (model := ModelSize.from_name(config.model.name)) is None:
         return None
     trainer, directory = config.trainer, config.shared_path or config.path
@@ -95,8 +91,7 @@ def estimate_disk(config: RunConfig) -> DiskEstimate | None:
     gpu = is_elsewhere or uses_gpu(trainer.device, list_visible_gpus())
     parents = directory.absolute().parents
     # A shared directory that does not exist may be mounted on other machines only; any other directory is created here.
-    measure = partial(_measure_available, directory, parents if config.shared_path is None else parents[:1])
-    available = measure() if config.shared_path is None else call_storage_blocking(measure, directory)
+    available = _measure_available(directory, parents if config.shared_path is None else parents[:1])
     if available is None:
         return None
     return DiskEstimate(
@@ -116,11 +111,12 @@ def _measure_available(directory: Path, parents: Sequence[Path]) -> int | None:
     None if neither it nor one of `parents` exists, or the disk cannot be read or does not report its size.
     """
     try:
-        existing = next((path for path in (directory, *parents) if path.exists()), None)
-        free = None if existing is None else get_free_bytes(existing)
+        with watch_storage(directory):
+            existing = next((path for path in (directory, *parents) if path.exists()), None)
+            free = None if existing is None else get_free_bytes(existing)
+            return None if free is None else free + sum(_iter_file_sizes(directory))
     except OSError:
         return None
-    return None if free is None else free + sum(_iter_file_sizes(directory))
 
 
 def _iter_file_sizes(run: Path) -> Iterator[int]:

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ramify.core.async_calls import SingleThreadCaller, call_storage
+from ramify.core.async_calls import call_storage
 from ramify.core.display import open_display
 from ramify.core.errors import ProviderError, RamifyError, StorageFailed
-from ramify.core.interactive import AwaitableResult, run_coroutine
+from ramify.core.interactive import AwaitableResult, call_interruptible, run_coroutine
 from ramify.launch.cluster_plan import ClusterPlan
 from ramify.launch.completion import mark_finished, prepare_run_directory, replicate_run
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
@@ -27,14 +27,14 @@ from ramify.launch.run_lock import lock_run
 from ramify.launch.run_queries import INTERRUPTED_EVENT
 from ramify.launch.run_record import RunRecord
 from ramify.launch.service_addresses import ServiceAddresses
-from ramify.launch.shared_storage import CLEANUP_TIMEOUT, call_storage_blocking
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot
 from ramify.run.store import RunStore, wrap_storage_errors
-from ramify.run.store.head_replication import STORAGE_TIMEOUT
 from ramify.run.store.index import DATABASE_NAME
 from ramify.run.store.run_log import RunLog, read_metrics_by_step
+
+CLEANUP_TIMEOUT = 60.0  # seconds for an interrupted supervisor to stop its processes, after the grace period
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +68,23 @@ def execute_plan(
     `environments` holds the identities of the sources whose code is on this machine. A changed environment raises
     EnvironmentChanged, unless `accept_changes`. `is_locked` says that the caller has locked the run directory.
     """
-    config, path = plan.config, plan.config.path
+    config, path, print_line = plan.config, plan.config.path, display.print_line
     with plan.reservation, contextlib.nullcontext() if is_locked else lock_run(path):
         epoch = 0
         if config.shared_path is not None:
-            epoch = prepare_head(config, fresh=fresh, accept_changes=accept_changes, print_line=display.print_line)
+            epoch = call_interruptible(
+                partial(prepare_head, config, fresh=fresh, accept_changes=accept_changes, print_line=print_line), "head"
+            )
             fresh = False
         prepare = partial(
             prepare_run_directory, config, fresh=fresh, accept_changes=accept_changes, environments=environments
         )
-        # The checkpoints that it looks for may be links to the shared storage.
-        steps = prepare() if config.shared_path is None else call_storage_blocking(prepare, config.shared_path)
+        steps = call_interruptible(prepare, "run directory")
         if steps is not None:
             replicate_run(config)  # the storage may have failed at the end of the run
             return RunResult(path, RunOutcome.FINISHED, did_run=False, steps=steps)
         with wrap_storage_errors(path):
             plan.write()
-        print_line = display.print_line
         leases = hold_leases(path, config.shared_path, epoch, plan.process_specs, print_line=print_line)
         with hold_weights_directory(config, print_line), leases as earlier:
             try:
@@ -108,14 +108,10 @@ def execute_plan(
 
 def _record_end(path: Path, kind: str, **fields: str) -> None:
     """Record as an event how the run ended, for `ramify why`, if the store can be opened."""
-
-    def record() -> None:
+    with contextlib.suppress(RamifyError):
         if (path / DATABASE_NAME).is_file():
             with RunStore.open(path) as store:
                 RunLog(store).log_event(kind, **fields)
-
-    with contextlib.suppress(RamifyError):
-        call_storage_blocking(record, path, timeout=CLEANUP_TIMEOUT)
 
 
 async def _supervise(
@@ -126,7 +122,7 @@ async def _supervise(
     earlier_processes: Mapping[str, EarlierProcess],
 ) -> RunOutcome:
     launch, path = plan.config.launch, plan.config.path
-    earlier_snapshot = await call_storage(partial(read_snapshot, path), SNAPSHOT_FILE, timeout=STORAGE_TIMEOUT)
+    earlier_snapshot = await call_storage(partial(read_snapshot, path), SNAPSHOT_FILE)
     earlier_time = None if earlier_snapshot is None else earlier_snapshot.time
     record = RunRecord(path, plan.status_address, earlier_snapshot_time=earlier_time)
     addresses = ServiceAddresses(path, plan.process_specs)
@@ -153,14 +149,14 @@ async def _supervise(
         memory_warning = plan.find_memory_warning() if isinstance(plan, LaunchPlan) else None
         for warning in filter(None, [disk and disk.find_warning(), memory_warning]):
             print_line(f"warning: {warning}")
-        client, snapshot_caller = StatusClient(plan.status_address, timeout=2.0), SingleThreadCaller()
+        client = StatusClient(plan.status_address, timeout=2.0)
 
         async def get_state() -> RunState:
             try:
                 status = await client.get_async()
             except ProviderError:
                 status = None
-            wait = await read_startup_wait(path, earlier_snapshot, snapshot_caller) if status is None else ""
+            wait = await read_startup_wait(path, earlier_snapshot) if status is None else ""
             return RunState(status, supervisor.get_process_statuses(), wait)
 
         async with open_display(display, get_state, REFRESH_INTERVAL):

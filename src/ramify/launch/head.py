@@ -17,7 +17,6 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,16 @@ import msgspec
 
 from ramify.core.errors import ProcessReplaced, RunBusy
 from ramify.core.files import fsync_path
+from ramify.core.watchdog import watch_storage
 from ramify.launch.shared_directory import (
     SHARED_SUBDIRECTORIES,
     check_shared_parent,
     link_shared_directory,
     move_shared_aside,
 )
-from ramify.launch.shared_storage import TimedDirectoryStore, call_storage_blocking
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
+from ramify.run.fencing.directory_store import DirectoryStore
 from ramify.run.fencing.head_log import HeadLog, LogPosition
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store import RunStore, wrap_storage_errors
@@ -61,18 +61,18 @@ def prepare_head(
 
     Return the epoch of this head. `fresh` begins the run again. Raises ConfigInvalid if the shared storage is
     missing, or if its history is that of another run, unless `accept_changes`; ProcessReplaced if another head takes
-    over at the same time; StorageFailed if the storage does not answer.
+    over at the same time.
     """
     run, shared = config.path, config.shared_path
     assert shared is not None
     with wrap_storage_errors(shared):
-        call_storage_blocking(partial(check_shared_parent, shared.parent), shared)
+        check_shared_parent(shared.parent)
         if run.exists():
             _wait_until_unused(run)  # a process that is still ending might create one more entry
-        log, state = HeadLog(TimedDirectoryStore(shared)), read_local_state(run)
+        log, state = HeadLog(DirectoryStore(shared)), read_local_state(run)
         if fresh:
             token, _ = log.claim_epoch(keep_history=False)
-            call_storage_blocking(partial(move_shared_aside, run, shared), shared)
+            move_shared_aside(run, shared)
             _begin_history(run, token.epoch)
         elif state is not None and _is_newest(log, state):
             token = FencingToken(state.epoch)
@@ -81,40 +81,39 @@ def prepare_head(
             if has_history:
                 compare_identities(shared, identity, config.identity, accept_changes)
             elif state is None:  # raises if the run has checkpoints of its own
-                call_storage_blocking(partial(link_shared_directory, run, shared), shared)
+                link_shared_directory(run, shared)
             token, _ = log.claim_epoch()
             old_run = None
             if has_history and run.exists():
                 old_run = _move_older_head(run)
             elif state is not None:  # a start with `fresh` was interrupted, or a head before its first entry
-                old_run = call_storage_blocking(partial(move_shared_aside, run, shared), shared)
+                old_run = move_shared_aside(run, shared)
             step = _restore_run(run, shared, token.epoch) if has_history else _begin_history(run, token.epoch)
             moved = f"; the directory of an older head is {old_run} now" if old_run else ""
             if token.epoch:
                 print_line(f"this head is epoch {token.epoch} of the run and continues after step {step}{moved}")
-        call_storage_blocking(partial(link_shared_directory, run, shared), shared)
+        link_shared_directory(run, shared)
         return token.epoch
 
 
 def read_local_state(run: Path) -> HeadState | None:
     """Return the state of the head whose run directory this is; None if it is none."""
-    if not (run / DATABASE_NAME).is_file():
-        return None
-    with contextlib.closing(sqlite3.connect(run / DATABASE_NAME)) as connection:
-        return read_head_state(connection)
+    with watch_storage(run):
+        if not (run / DATABASE_NAME).is_file():
+            return None
+        with contextlib.closing(sqlite3.connect(run / DATABASE_NAME)) as connection:
+            return read_head_state(connection)
 
 
 def check_newest_head(run: Path) -> None:
-    """Raise ProcessReplaced if this is the run directory of a head whose run was continued by another one.
-
-    Raises StorageFailed if the storage of the run directory, or the shared storage, does not answer.
-    """
-    state = call_storage_blocking(partial(read_local_state, run), run)
+    """Raise ProcessReplaced if this is the run directory of a head whose run was continued by another one."""
+    state = read_local_state(run)
     if state is not None:
         checkpoints = run / CHECKPOINTS_DIR
         with wrap_storage_errors(checkpoints):
-            shared = call_storage_blocking(checkpoints.resolve, checkpoints).parent
-            is_newest = _is_newest(HeadLog(TimedDirectoryStore(shared)), state)
+            with watch_storage(checkpoints):
+                shared = checkpoints.resolve().parent
+            is_newest = _is_newest(HeadLog(DirectoryStore(shared)), state)
         if not is_newest:
             raise ProcessReplaced(
                 f"{run} belongs to an earlier head: another machine has continued the run; work there"
@@ -144,22 +143,18 @@ def _read_history(log: HeadLog) -> tuple[bool, dict[str, Any] | None]:
 
 def _begin_history(run: Path, epoch: int) -> int:
     """Start the log of a run that has none, but may have run without one; return the last committed step."""
-
-    def begin() -> int:
-        with RunStore.open(run) as store:  # which looks for checkpoints on the shared storage
-            start_replication(store, epoch)
-            ledger = Ledger.open(store)
-            ledger.begin_epoch(epoch)
-            return ledger.progress().committed
-
-    return call_storage_blocking(begin, run)
+    with RunStore.open(run) as store:
+        start_replication(store, epoch)
+        ledger = Ledger.open(store)
+        ledger.begin_epoch(epoch)
+        return ledger.progress().committed
 
 
 def _restore_run(run: Path, shared: Path, epoch: int) -> int:
     """Restore the run directory from the history; return the last committed step."""
     partial_path = run.with_name(f".{run.name}.restoring")
     shutil.rmtree(partial_path, ignore_errors=True)
-    restore_run(TimedDirectoryStore(shared), partial_path, epoch)
+    restore_run(DirectoryStore(shared), partial_path, epoch)
     with RunStore.open(partial_path) as store:
         ledger = Ledger.open(store)
         ledger.begin_epoch(epoch)

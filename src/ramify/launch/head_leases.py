@@ -11,17 +11,16 @@ head waits that much longer.
 import contextlib
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from ramify.core.errors import StorageFailed
-from ramify.core.files import unless_abandoned, write_atomically
+from ramify.core.files import read_bytes, write_atomically
+from ramify.core.watchdog import watch_storage
 from ramify.launch.head import check_newest_head
 from ramify.launch.process import EarlierProcess, ProcessSpec
 from ramify.launch.run_record import read_earlier_processes, read_record
-from ramify.launch.shared_storage import call_storage_blocking, clean_up_storage
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store import wrap_storage_errors
 from ramify.run.store.head_replication import POLL_INTERVAL
@@ -40,7 +39,7 @@ def hold_leases(
 ) -> Generator[dict[str, EarlierProcess]]:
     """Record the leases of the processes until all have ended, and yield those of earlier supervisors that may run.
 
-    Raises ProcessReplaced if another head has taken over, and StorageFailed if the storage does not answer.
+    Raises ProcessReplaced if another head has taken over.
     """
     earlier = read_earlier_processes(run)
     delays = {spec.name: spec.placement.lease.replacement_delay for spec in specs if spec.placement is not None}
@@ -49,21 +48,28 @@ def hold_leases(
         return
     directory = shared / LEASES_DIR
     with wrap_storage_errors(directory):
-        earlier_heads = call_storage_blocking(partial(_record_leases, directory, epoch, delays), directory)
+        earlier_heads = _record_leases(directory, epoch, delays)
     check_newest_head(run)  # after the file was written: otherwise a new head might not have seen it
+    is_storage_working = True
     try:
         yield {**earlier_heads, **earlier}
+    except StorageFailed:
+        is_storage_working = False
+        raise
     finally:
-        is_recorded = read_record(run).get("pid") == os.getpid()
+        is_recorded = is_storage_working and read_record(run).get("pid") == os.getpid()
         if is_recorded and not any(process.may_run for process in read_earlier_processes(run).values()):
-            # If this fails, the next head waits, which does no harm.
-            clean_up_storage(partial(_remove_leases, directory, epoch), directory, print_line)
+            try:
+                _remove_leases(directory, epoch)
+            except OSError as error:  # the next head waits, which does no harm
+                print_line(f"the leases of this head were not removed: {error}")
 
 
 def _record_leases(directory: Path, epoch: int, delays: Mapping[str, float]) -> dict[str, EarlierProcess]:
     """Write the file of a head, and return the processes that heads of earlier epochs may have left, by name."""
     earlier_heads = _read_earlier_heads(directory, epoch)
-    directory.mkdir(exist_ok=True)
+    with watch_storage(directory):
+        directory.mkdir(exist_ok=True)
     all_delays = _merge_delays(_read_delays(directory, epoch), delays)
     write_atomically(_get_lease_file(directory, epoch), msgspec.json.encode(all_delays))
     return earlier_heads
@@ -72,7 +78,7 @@ def _record_leases(directory: Path, epoch: int, delays: Mapping[str, float]) -> 
 def _remove_leases(directory: Path, epoch: int) -> None:
     """Remove the files of a head and of those before it."""
     for number in range(epoch + 1):
-        with unless_abandoned():
+        with watch_storage(directory):
             _get_lease_file(directory, number).unlink(missing_ok=True)
 
 
@@ -94,7 +100,7 @@ def _merge_delays(delays: Mapping[str, float], others: Mapping[str, float]) -> d
 def _read_delays(directory: Path, epoch: int) -> dict[str, float]:
     path = _get_lease_file(directory, epoch)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, float])
+        return msgspec.json.decode(read_bytes(path), type=dict[str, float])
     except FileNotFoundError:
         return {}
     except msgspec.MsgspecError as error:

@@ -3,11 +3,8 @@
 from functools import partial
 from pathlib import Path
 
-from ramify.core.async_calls import SingleThreadCaller, call_storage
-from ramify.core.errors import StorageFailed
+from ramify.core.async_calls import call_storage
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, Snapshot, read_snapshot
-
-READ_TIMEOUT = 5.0  # seconds to read the snapshot of a starting orchestrator
 
 
 def describe_last_state(path: Path) -> str:
@@ -20,20 +17,13 @@ def describe_last_state(path: Path) -> str:
     return f"last state, {snapshot.age:.0f} s ago: {format_status_line(snapshot.status)}"
 
 
-async def read_startup_wait(
-    path: Path, earlier: Snapshot | None, caller: SingleThreadCaller | None = None, *, timeout: float = READ_TIMEOUT
-) -> str:
+async def read_startup_wait(path: Path, earlier: Snapshot | None) -> str:
     """Describe what the orchestrator of the run at `path` waits for while it starts; "" if it has reported no wait.
 
     `earlier` is the last snapshot of the earlier start. Its time is not compared with that of this start, because it
-    may be from another machine. If this is called again and again, use the same `caller`: it starts no further thread
-    while the storage hangs.
+    may be from another machine.
     """
-    read = partial(read_snapshot, path)
-    try:
-        snapshot = await call_storage(read, SNAPSHOT_FILE, timeout=timeout, caller=caller)
-    except StorageFailed:
-        return f"{path / SNAPSHOT_FILE} could not be read within {timeout:g} s"
+    snapshot = await call_storage(partial(read_snapshot, path), SNAPSHOT_FILE)
     if snapshot is None or snapshot == earlier or not snapshot.is_starting:
         return ""
     for wait in snapshot.waits:

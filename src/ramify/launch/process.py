@@ -176,11 +176,11 @@ class SupervisedProcess:
         Raises DeadlineExceeded if there is no room, and StorageFailed if the files of the process, such as the weights
         that an engine starts with, cannot be read or written.
         """
-        spec, what, timeout = self.spec, f"the files of {self.spec.name}", self.spec.ready_timeout
+        spec, name = self.spec, f"files of {self.spec.name}"
         if spec.prepare is not None:
-            await call_storage(spec.prepare, what, timeout=timeout)
-        self.slots = await self._launcher.open_slots(self._leases, spec.placement, timeout=timeout)
-        self._starts = await call_storage(self._build_starts, what, timeout=timeout)
+            await call_storage(spec.prepare, name)
+        self.slots = await self._launcher.open_slots(self._leases, spec.placement, timeout=spec.ready_timeout)
+        self._starts = await call_storage(self._build_starts, name)
         self.address = self._starts[0].address
 
     def _build_starts(self) -> list[ProcessStart]:

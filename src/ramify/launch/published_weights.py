@@ -4,13 +4,12 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from pathlib import Path
 
-from ramify.core.errors import WeightsRefused
+from ramify.core.errors import StorageFailed, WeightsRefused
 from ramify.core.files import create_directory, remove_directory
+from ramify.core.watchdog import watch_storage
 from ramify.launch.head import read_local_state
-from ramify.launch.shared_storage import call_storage_blocking, clean_up_storage, get_transfer_timeout
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.config import RunConfig
 from ramify.run.store import wrap_storage_errors
@@ -23,12 +22,13 @@ MAX_TRIES = 5  # the trainer may remove a version while it is being linked
 def find_newest_weights(directory: Path) -> Path | None:
     """Return the directory of the last published version; None if there is none yet."""
     candidates: list[tuple[int, int, Path]] = []
-    for manifest in directory.glob(f"*/{MANIFEST_FILE}"):
-        try:
-            version = Manifest.read(manifest.parent).version
-        except WeightsRefused:
-            continue  # the trainer has just removed it
-        candidates.append((version.incarnation, version.step, manifest.parent))
+    with watch_storage(directory):
+        for manifest in directory.glob(f"*/{MANIFEST_FILE}"):
+            try:
+                version = Manifest.read(manifest.parent).version
+            except WeightsRefused:
+                continue  # the trainer has just removed it
+            candidates.append((version.incarnation, version.step, manifest.parent))
     return max(candidates)[2] if candidates else None
 
 
@@ -45,7 +45,7 @@ def link_newest_weights(config: RunConfig, engine: str = "") -> Path | None:
             return None
         try:
             remove_directory(served_directory)
-            with create_directory(served_directory / newest.name) as partial_path:
+            with create_directory(served_directory / newest.name) as partial_path, watch_storage(newest):
                 shutil.copytree(newest, partial_path, copy_function=os.link, dirs_exist_ok=True)
         except OSError:
             continue
@@ -68,42 +68,50 @@ def _read_epoch(config: RunConfig) -> int:
     return state.epoch if state is not None else 0
 
 
-def _remove_directories(directories: Sequence[Path]) -> None:
+def _remove_directories(directories: Sequence[Path], print_line: Callable[[str], None]) -> None:
+    """Remove directories that the run no longer needs. If that fails, print a line and go on."""
     for directory in directories:
-        remove_directory(directory)
+        try:
+            remove_directory(directory)
+        except OSError as error:
+            print_line(f"{directory} was not removed: {error}")
 
 
 @contextlib.contextmanager
 def hold_weights_directory(config: RunConfig, print_line: Callable[[str], None] = print) -> Generator[None]:
     """Lock the weights directory of a run, so that no other run removes it as stale.
 
-    At the end, a directory in shared memory is removed, and so are the weights that engines were started with. Those
-    of earlier heads are removed at the start: a lost head could not do so.
+    At the end, a directory in shared memory is removed, and so are the weights that engines were started with, unless
+    the storage has failed. Those of earlier heads are removed at the start: a lost head could not do so.
     """
     directory = config.weights_directory
     remove_stale_directories()
     if config.shared_path is not None:
         earlier = [directory / f"{SERVED_DIR}-{epoch}" for epoch in range(_read_epoch(config))]
-        clean_up_storage(partial(_remove_directories, earlier), directory, print_line)
+        _remove_directories(earlier, print_line)
+    is_storage_working = True
     try:
         with lock_directory(directory):
             yield
+    except StorageFailed:
+        is_storage_working = False
+        raise
     finally:
-        clean_up_storage(partial(_remove_directories, [get_served_directory(config)]), directory, print_line)
+        if is_storage_working:
+            _remove_directories([get_served_directory(config)], print_line)
         remove_stale_directories()
 
 
 def save_final_weights(config: RunConfig) -> None:
     """Copy the newest weights to disk, if they are in shared memory. Raises StorageFull or StorageFailed."""
     published = config.weights_directory
-    newest = call_storage_blocking(partial(find_newest_weights, published), published)
+    newest = find_newest_weights(published)
     directory = get_weights_directory(config.path, "disk", config.shared_path)
     if newest is None or newest.parent == directory:
         return
     num_bytes = sum(file.stat().st_size for file in newest.rglob("*"))
-    with wrap_storage_errors(directory):
-        copy, timeout = partial(_copy_weights, newest, directory), get_transfer_timeout(num_bytes)
-        call_storage_blocking(copy, directory, timeout=timeout)
+    with wrap_storage_errors(directory), watch_storage(directory, num_bytes):
+        _copy_weights(newest, directory)
 
 
 def _copy_weights(newest: Path, directory: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ramify import __version__
-from ramify.core.files import write_atomically
+from ramify.core.files import read_bytes, write_atomically
 from ramify.launch.process import EarlierProcess
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store import wrap_storage_errors
@@ -63,7 +63,7 @@ def read_earlier_processes(path: Path) -> dict[str, EarlierProcess]:
 def read_record(path: Path) -> dict[str, Any]:
     """Return the content of the file; an empty dict if there is none that can be read."""
     try:
-        record = json.loads((path / RECORD_FILE).read_text(encoding="utf-8"))
+        record = json.loads(read_bytes(path / RECORD_FILE))
     except (OSError, ValueError):
         return {}
     return cast(dict[str, Any], record) if isinstance(record, dict) else {}

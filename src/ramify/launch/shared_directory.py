@@ -8,7 +8,7 @@ given the run directory finds everything in it.
 from pathlib import Path
 
 from ramify.core.errors import ConfigInvalid
-from ramify.core.files import unless_abandoned
+from ramify.core.watchdog import watch_storage
 from ramify.run.store import wrap_storage_errors
 from ramify.run.store.image_store import MEDIA_DIR
 from ramify.run.store.run_directory import move_aside
@@ -22,7 +22,9 @@ SHARED_SUBDIRECTORIES = (CHECKPOINTS_DIR, WEIGHTS_DIR, MEDIA_DIR, TOKEN_STATS_DI
 def check_shared_parent(directory: Path) -> None:
     """Raise ConfigInvalid if not even the parent of `cluster.shared_directory` exists: its storage is not mounted."""
     parent = directory.absolute().parent
-    if not parent.is_dir():
+    with watch_storage(parent):
+        is_mounted = parent.is_dir()
+    if not is_mounted:
         problem = f"{directory} cannot be created, because {parent} is not a directory on this machine"
         advice = "mount the shared file system, or create that directory on it"
         raise ConfigInvalid(f"cluster.shared_directory: {problem}; {advice}")
@@ -33,13 +35,12 @@ def link_shared_directory(run: Path, shared: Path) -> None:
 
     Raises ConfigInvalid if the run directory has such files of its own.
     """
-    with wrap_storage_errors(shared):
+    with wrap_storage_errors(shared), watch_storage(shared):
         run.mkdir(parents=True, exist_ok=True)
         for name in SHARED_SUBDIRECTORIES:
             target, link = shared.absolute() / name, run / name
             target.mkdir(parents=True, exist_ok=True)
-            with unless_abandoned():
-                _replace_with_symlink(link, target)
+            _replace_with_symlink(link, target)
 
 
 def _replace_with_symlink(link: Path, target: Path) -> None:
@@ -60,7 +61,7 @@ def move_shared_aside(run: Path, shared: Path) -> Path | None:
 
     Return the new path of the run directory; None if there was none.
     """
-    with wrap_storage_errors(shared):
+    with wrap_storage_errors(shared), watch_storage(shared):
         old_run = move_aside(run) if run.exists() else None
         for name in SHARED_SUBDIRECTORIES:
             number, directory = 1, shared.absolute() / name
@@ -68,9 +69,8 @@ def move_shared_aside(run: Path, shared: Path) -> Path | None:
                 number += 1
             if not directory.is_dir() or not any(directory.iterdir()):
                 continue
-            with unless_abandoned():
-                directory.rename(old_directory)
-                if old_run is not None and (link := old_run / name).is_symlink():
-                    link.unlink()
-                    link.symlink_to(old_directory, target_is_directory=True)
+            directory.rename(old_directory)
+            if old_run is not None and (link := old_run / name).is_symlink():
+                link.unlink()
+                link.symlink_to(old_directory, target_is_directory=True)
     return old_run

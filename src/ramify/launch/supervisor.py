@@ -24,7 +24,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ramify.core.async_calls import call_storage, cancel_all
-from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError, StorageFailed
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError
 from ramify.launch.launcher import Launcher
 from ramify.launch.liveness import get_process_state, wait_for_silence, watch_reachability
 from ramify.launch.local_launcher import LocalLauncher
@@ -34,7 +34,6 @@ from ramify.processes.exit_codes import describe_exit, is_signal_exit
 from ramify.processes.restart_budget import FIRST_DELAY, RESTART_WINDOW, RestartBudget
 from ramify.run.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
 from ramify.run.fencing.token import FencingToken
-from ramify.run.store.head_replication import STORAGE_TIMEOUT
 
 MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
 ALIVE_STATES = (ProcessState.STARTING, ProcessState.READY, ProcessState.SILENT)
@@ -78,10 +77,6 @@ class SupervisorSettings:
     """Identical crashes with more time between them are not a bug: hardware may fail in the same way once a day."""
     place_retry_delay: float = 30.0
     """Delay before another try to find a place for a process that the run can do without."""
-    storage_timeout: float = STORAGE_TIMEOUT
-    """Time to write a status file while the run goes on."""
-    last_report_timeout: float = 10.0
-    """Time to read or write a status file when the run, or its orchestrator, ends."""
     max_probe_interval: float = 5.0
     """Time between two requests to a process on the head, and the timeout of each; less for a short `hang_timeout`."""
     reachability_interval: float = 1.0
@@ -305,12 +300,7 @@ class Supervisor:
         label = f"{spec.name} (process {process.pid}, {get_process_state(process.pid)})"
         self._print_line(f"{label} has not answered at {process.address} for {process.silent_seconds:.0f} s")
         if spec.last_state is not None:
-            try:
-                timeout = self._settings.last_report_timeout
-                state = await call_storage(spec.last_state, "its last state", timeout=timeout)
-            except StorageFailed as error:
-                state = error.message
-            self._print_line(state)
+            self._print_line(await call_storage(spec.last_state, f"last state of {spec.name}"))
         await process.kill()
 
     async def _report_reachability(self, process: SupervisedProcess) -> None:
@@ -409,27 +399,20 @@ class Supervisor:
     async def _notify_ended(self) -> None:
         """Report the last status; if it cannot be recorded, the outcome of the run stays what it is."""
         try:
-            await self._notify_changed(timeout=self._settings.last_report_timeout)
+            await self._notify_changed()
         except RamifyError as error:
             self._print_line(f"the last status of the processes was not recorded: {error.message}")
 
-    async def _notify_changed(self, *, timeout: float | None = None) -> None:
-        """Report the status of all processes; return when it is recorded.
-
-        Raises StorageFailed after `timeout` seconds, by default `storage_timeout`.
-        """
+    async def _notify_changed(self) -> None:
+        """Report the status of all processes; return when it is recorded."""
         if self._on_change is None:
             return
         self._num_reports += 1
         report = partial(self._report, self._on_change, self._num_reports, self.get_process_statuses())
-        timeout = timeout or self._settings.storage_timeout
-        await call_storage(report, "the status of the processes", timeout=timeout)
+        await call_storage(report, "status of the processes")
 
     def _report(self, on_change: OnChange, number: int, statuses: Sequence[ProcessStatus]) -> None:
-        """Call `on_change`, unless a later report was faster.
-
-        A thread goes on after its task was cancelled. Its write is refused then, unless it has already begun.
-        """
+        """Call `on_change`, unless a later report was faster."""
         with self._report_lock:
             if number > self._last_report:
                 self._last_report = number

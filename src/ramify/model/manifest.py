@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from ramify.core.async_calls import map_in_daemon_threads
 from ramify.core.errors import WeightsRefused
-from ramify.core.files import write_and_fsync
+from ramify.core.files import read_bytes, write_and_fsync
+from ramify.core.watchdog import watch_storage
 from ramify.trace.version import PolicyVersion
 
 # The CRC-32 of a file, computed by several threads: one thread would take longer than to write the file.
@@ -37,7 +38,8 @@ POLYNOMIAL = 0xEDB88320
 
 def compute_crc32(path: Path) -> int:
     """Return the CRC-32 of a file. Raises OSError."""
-    size = path.stat().st_size
+    with watch_storage(path):
+        size = path.stat().st_size
     starts = range(0, size, PART_BYTES)
     if len(starts) < 2:
         return _compute_part(path, 0)
@@ -50,7 +52,7 @@ def compute_crc32(path: Path) -> int:
 
 def _compute_part(path: Path, start: int) -> int:
     crc, remaining, buffer = 0, PART_BYTES, memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with watch_storage(path, PART_BYTES), path.open("rb", buffering=0) as file:
         file.seek(start)
         while remaining and (size := file.readinto(buffer[:remaining])):
             crc = zlib.crc32(buffer[:size], crc)
@@ -109,7 +111,7 @@ class Manifest:
     def read(cls, directory: Path) -> "Manifest":
         """Read the manifest of a published directory. Raises WeightsRefused."""
         try:
-            data = json.loads((directory / MANIFEST_FILE).read_text(encoding="utf-8"))
+            data = json.loads(read_bytes(directory / MANIFEST_FILE))
             version = PolicyVersion(str(data["policy"]), int(data["incarnation"]), int(data["step"]))
             return cls(version, {str(name): str(digest) for name, digest in data["files"].items()})
         except OSError as error:

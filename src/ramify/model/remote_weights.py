@@ -11,12 +11,10 @@ import hashlib
 import os
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ramify.core.errors import (
     ConfigInvalid,
@@ -27,13 +25,12 @@ from ramify.core.errors import (
     WeightsReplaced,
 )
 from ramify.core.files import create_directory
+from ramify.core.watchdog import watch_storage
 from ramify.model.manifest import MANIFEST_FILE, verify_weights
 
-T = TypeVar("T")
 UPLOAD_TIMEOUT = 300.0  # seconds of failed uploads after which the trainer fails
 RETRY_DELAY = 2.0  # seconds before a failed upload is tried again
 FETCH_TIMEOUT = 600.0  # seconds to wait for another engine of the node that fetches weights
-STORE_TIMEOUT = 600.0  # seconds for one call of the store, such as the copy of one file
 POLL_INTERVAL = 0.1
 MAX_CACHED_VERSIONS = 3  # of one run on one node: an engine may be loading an older one
 
@@ -49,8 +46,7 @@ def get_run_url(url: str, run: str) -> str:
 def upload_weights(directory: Path, url: str) -> None:
     """Copy a published directory to `url`/NAME; its manifest is copied last, and an old one is removed first.
 
-    A store that fails is tried again for UPLOAD_TIMEOUT seconds, then ProviderError is raised; one that hangs for
-    STORE_TIMEOUT raises DeadlineExceeded.
+    A store that fails is tried again for UPLOAD_TIMEOUT seconds, then ProviderError is raised.
     """
     deadline = time.monotonic() + UPLOAD_TIMEOUT
     while True:
@@ -66,26 +62,28 @@ def _upload(directory: Path, url: str) -> None:
     files, root = _open_file_system(url)
     remote = f"{root}/{directory.name}"
     with _wrap_errors(f"{url}/{directory.name}"):
-        _call_store(files.makedirs, remote, exist_ok=True)
+        with watch_storage(remote):
+            files.makedirs(remote, exist_ok=True)
         _remove_manifest(files, remote)
         for path in sorted(directory.iterdir(), key=lambda path: path.name == MANIFEST_FILE):
-            _call_store(files.put_file, str(path), f"{remote}/{path.name}")
+            with watch_storage(remote, path.stat().st_size):
+                files.put_file(str(path), f"{remote}/{path.name}")
 
 
 def remove_uploaded_weights(name: str, url: str) -> None:
-    """Remove the version `name` from `url`, its manifest first. Raises ProviderError or DeadlineExceeded."""
+    """Remove the version `name` from `url`, its manifest first. Raises ProviderError."""
     files, root = _open_file_system(url)
     with _wrap_errors(f"{url}/{name}"):
         _remove_manifest(files, f"{root}/{name}")
-        with contextlib.suppress(FileNotFoundError):
-            _call_store(files.rm, f"{root}/{name}", recursive=True)
+        with contextlib.suppress(FileNotFoundError), watch_storage(f"{url}/{name}"):
+            files.rm(f"{root}/{name}", recursive=True)
 
 
 def fetch_weights(name: str, url: str, run: str = "") -> Path:
     """Return a directory of this node with the version `name` of a run; fetch and verify it if the node has none.
 
     Raises WeightsReplaced if the version does not exist any more, WeightsRefused if it is damaged, ProviderError if the
-    store fails, and DeadlineExceeded if it hangs or another engine does not finish fetching the version.
+    store fails, and DeadlineExceeded if another engine does not finish fetching the version.
     """
     if not name or name.startswith("."):
         raise WeightsRefused(f"{name!r} is not the name of a version")
@@ -110,17 +108,22 @@ def _fetch(directory: Path, url: str) -> None:
     """Copy the version at `url` to `directory`."""
     files, remote = _open_file_system(url)
     with _wrap_errors(url):
-        if not _call_store(files.exists, f"{remote}/{MANIFEST_FILE}"):
+        with watch_storage(url):
+            is_published = files.exists(f"{remote}/{MANIFEST_FILE}")
+        if not is_published:
             raise WeightsReplaced(f"{url} does not exist: a newer version was published")
         with create_directory(directory) as partial_path:
-            for file in _call_store(files.ls, remote, detail=False):
-                _call_store(files.get_file, file, str(partial_path / Path(file).name))
+            with watch_storage(url):
+                entries = files.ls(remote, detail=True)
+            for entry in entries:
+                with watch_storage(url, entry.get("size") or 0):
+                    files.get_file(entry["name"], str(partial_path / Path(entry["name"]).name))
             verify_weights(partial_path)
 
 
 def _remove_manifest(files: Any, remote: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        _call_store(files.rm_file, f"{remote}/{MANIFEST_FILE}")
+    with contextlib.suppress(FileNotFoundError), watch_storage(remote):
+        files.rm_file(f"{remote}/{MANIFEST_FILE}")
 
 
 def _remove_old_versions(cache: Path) -> None:
@@ -141,26 +144,6 @@ def _open_file_system(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise ConfigInvalid(f"{url} cannot be used: {error}", key="weights.url") from error
     return files, str(root).rstrip("/")
-
-
-def _call_store(function: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Call the store in a thread of its own, which is left behind if it hangs. Raises DeadlineExceeded."""
-    future: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function(*args, **options))
-        except BaseException as error:  # noqa: BLE001 - the caller gets it
-            future.set_exception(error)
-
-    threading.Thread(target=call, name="object store", daemon=True).start()
-    try:
-        return future.result(STORE_TIMEOUT)
-    except TimeoutError as error:
-        if future.done():  # the store raised it
-            raise
-        problem = f"{function.__name__} took longer than {STORE_TIMEOUT:g} s"
-        raise DeadlineExceeded(f"the object store hangs: {problem}: {args[0]}") from error
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ramify.core.errors import WeightsRefused
 from ramify.core.files import create_directory, fsync_path, write_and_fsync
+from ramify.core.watchdog import watch_storage
 from ramify.model.device_copy import use_own_stream
 from ramify.model.manifest import (
     Manifest,
@@ -60,14 +61,17 @@ def publish_weights(
 
     If `base_model` is given, its config and tokenizer are copied, so that the directory is a complete model.
     """
-    if directory.exists():
+    with watch_storage(directory):
+        is_published = directory.exists()
+    if is_published:
         raise WeightsRefused(f"{directory} exists already; a published version is never written twice")
     with create_directory(directory) as partial_path:
         files: dict[str, str] = {}
         shards = _split_shards(tensors)
         for number, shard in enumerate(shards, 1):
             name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            write_safetensors(partial_path / name, shard)
+            with watch_storage(directory, sum(tensor.nbytes for tensor in shard.values())):
+                write_safetensors(partial_path / name, shard)
             files[name] = compute_checksum(partial_path / name)
         if len(shards) > 1:
             weight_map = {key: name for shard, name in zip(shards, files) for key in shard}
@@ -175,7 +179,10 @@ def apply_weights(module: Any, staged: StagedWeights) -> None:
 def _read_verified(path: Path, digest: str) -> dict[str, Tensor]:
     check_checksum(path, digest)
     try:
-        return load_file(path)
+        with watch_storage(path):
+            num_bytes = path.stat().st_size
+        with watch_storage(path, num_bytes):
+            return load_file(path)
     except (OSError, SafetensorError) as error:
         raise WeightsRefused(f"{path} is not a safetensors file: {error}") from error
 

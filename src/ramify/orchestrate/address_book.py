@@ -8,7 +8,6 @@ new addresses. A run on one machine has no such file: its addresses are those of
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,14 +17,14 @@ import msgspec
 
 from ramify.core.async_calls import call_storage, cancel_all
 from ramify.core.errors import ConfigInvalid, StorageFailed
-from ramify.core.files import write_atomically
+from ramify.core.files import read_bytes, write_atomically
 from ramify.processes.wire.lifecycle import AsyncService
 
 ADDRESS_BOOK_FILE = "addresses.json"
 INFERENCE_KEY = "inference"
 MODEL_PREFIX = "models/"  # of the keys of other models than the policy, and of the processes that serve them
 POLL_INTERVAL = 1.0  # seconds
-READ_TIMEOUT = 60.0  # seconds for which the file may be unreadable, as on shared storage that stalls
+RETRY_TIME = 60.0  # seconds for which an unreadable file is read again
 
 OnAddresses = Callable[[list[str]], None]
 
@@ -52,7 +51,7 @@ def read_addresses(run_directory: Path) -> dict[str, list[str]] | None:
     """
     path = run_directory / ADDRESS_BOOK_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
+        return msgspec.json.decode(read_bytes(path), type=dict[str, list[str]])
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -69,9 +68,9 @@ class AddressBook(AsyncService):
     """
 
     def __init__(
-        self, run_directory: Path, *, poll_interval: float = POLL_INTERVAL, read_timeout: float = READ_TIMEOUT
+        self, run_directory: Path, *, poll_interval: float = POLL_INTERVAL, retry_time: float = RETRY_TIME
     ) -> None:
-        self._run_directory, self._poll_interval, self._read_timeout = run_directory, poll_interval, read_timeout
+        self._run_directory, self._poll_interval, self._retry_time = run_directory, poll_interval, retry_time
         self.addresses: dict[str, list[str]] | None = None
         self._subscribers: list[tuple[str, OnAddresses]] = []
         self._polling: asyncio.Task[None] | None = None
@@ -99,20 +98,21 @@ class AddressBook(AsyncService):
             on_addresses(self.addresses[key])
 
     async def _poll(self) -> None:
-        last_read_time = time.monotonic()
+        num_failed = 0
         while True:
             await asyncio.sleep(self._poll_interval)
             try:
                 await self._refresh()
-                last_read_time = time.monotonic()
+                num_failed = 0
             except StorageFailed:  # the known addresses stay in use meanwhile
-                if time.monotonic() - last_read_time > self._read_timeout:
+                num_failed += 1
+                if num_failed * self._poll_interval > self._retry_time:
                     raise
 
     async def _refresh(self) -> None:
         """Read the file. A key that it no longer has keeps its addresses."""
         read = partial(read_addresses, self._run_directory)
-        new_addresses = await call_storage(read, ADDRESS_BOOK_FILE, timeout=self._read_timeout)
+        new_addresses = await call_storage(read, ADDRESS_BOOK_FILE)
         if new_addresses is None:
             return
         before, self.addresses = self.addresses or {}, {**(self.addresses or {}), **new_addresses}

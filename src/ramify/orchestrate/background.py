@@ -20,7 +20,6 @@ from ramify.orchestrate.status import build_status, list_waits
 from ramify.orchestrate.utilization import UtilizationMeter
 from ramify.rollout.evals.stats import format_score
 from ramify.run.store.group_state import GroupState
-from ramify.run.store.head_replication import STORAGE_TIMEOUT
 from ramify.run.store.ledger import BatchRecord, Ledger
 from ramify.run.store.summary import get_agent_failure, get_error_before_reply
 from ramify.trace import Trace
@@ -93,15 +92,12 @@ async def watch_for_stalls(run: RunContext) -> None:
 
 
 async def write_snapshots(run: RunContext) -> None:
-    """Write a snapshot of the run every SNAPSHOT_INTERVAL seconds, for when this process does not answer.
-
-    Raises StorageFailed if the run directory hangs for STORAGE_TIMEOUT seconds.
-    """
+    """Write a snapshot of the run every SNAPSHOT_INTERVAL seconds, for when this process does not answer."""
     while True:
         status = build_status(run)
         drops = describe_recent_drops(run.ledger, status["groups"].get(GroupState.DROPPED.value, 0))
         save = partial(save_snapshot, run.config.path, encode_snapshot(status, list_waits(run), drops))
-        await call_storage(save, SNAPSHOT_FILE, timeout=STORAGE_TIMEOUT)
+        await call_storage(save, SNAPSHOT_FILE)
         await asyncio.sleep(SNAPSHOT_INTERVAL)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.core.files import write_atomically
+from ramify.core.files import read_bytes, write_atomically
 
 SNAPSHOT_FILE = "status.json"
 
@@ -79,6 +79,6 @@ def save_snapshot(path: Path, text: str) -> None:
 def read_snapshot(path: Path) -> Snapshot | None:
     """Return the last snapshot of the run at `path`; None if there is none that can be read."""
     try:
-        return msgspec.convert(json.loads((path / SNAPSHOT_FILE).read_text(encoding="utf-8")), Snapshot)
+        return msgspec.convert(json.loads(read_bytes(path / SNAPSHOT_FILE)), Snapshot)
     except (OSError, ValueError, msgspec.ValidationError):
         return None

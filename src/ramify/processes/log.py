@@ -15,6 +15,7 @@ from typing import IO
 import msgspec
 
 from ramify.core.errors import Failure, RamifyError
+from ramify.core.watchdog import watch_storage
 
 FALLOC_FL_KEEP_SIZE = 1
 FALLOC_FL_PUNCH_HOLE = 2
@@ -39,14 +40,15 @@ class ProcessLog:
 
     def open(self) -> IO[bytes]:
         """Open the file for the output of a process that is about to start."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("ab" if self._append else "wb")
-        self._offset = file.tell()
+        with watch_storage(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self.path.open("ab" if self._append else "wb")
+            self._offset = file.tell()
         return file
 
     def tail(self, num_lines: int | None = TAIL_LINES) -> str:
         """Return the last lines, or all lines with None."""
-        with contextlib.suppress(OSError), self.path.open("rb") as file:
+        with contextlib.suppress(OSError), watch_storage(self.path), self.path.open("rb") as file:
             file.seek(self._offset)
             lines = deque((line for line in file if not line.startswith(FAILURE_PREFIX.encode())), num_lines)
             return b"".join(lines).decode(errors="replace").strip() or "(nothing)"
@@ -55,7 +57,7 @@ class ProcessLog:
     def read_failure(self) -> RamifyError | None:
         """Return the failure that the process reported last; None if it reported none."""
         prefix, lines = FAILURE_PREFIX.encode(), deque[bytes](maxlen=1)
-        with contextlib.suppress(OSError), self.path.open("rb") as file:
+        with contextlib.suppress(OSError), watch_storage(self.path), self.path.open("rb") as file:
             file.seek(self._offset)
             lines.extend(line for line in file if line.startswith(prefix))
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # a process may be killed while it prints

@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from ramify.core.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
 from ramify.core.files import fsync_path, get_free_bytes, mkdir_and_fsync, remove_directory
+from ramify.core.watchdog import watch_storage
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store.run_writer import is_disk_full, to_storage_error
 from ramify.train.checkpoint_manifest import (
@@ -96,7 +97,9 @@ class CheckpointManager:
         removed. Raises StorageFull or StorageFailed; the last committed checkpoint is unchanged.
         """
         path = self.path_for(step)
-        if self.ranks.broadcast((path / MANIFEST_FILE).exists()):
+        with watch_storage(path):
+            is_saved = (path / MANIFEST_FILE).exists()
+        if self.ranks.broadcast(is_saved):
             return path  # nobody else uses this name
         try:
             self._write(trainer, path, step, note, reserved_bytes)
@@ -116,7 +119,7 @@ class CheckpointManager:
         partial_path = path.with_name(f".{path.name}.partial")
         needed_bytes = sum(self.ranks.all_gather(_count_state_bytes(trainer))) + reserved_bytes
         try:
-            with self.ranks.raise_together(), _translate_storage_errors(self.directory):
+            with self.ranks.raise_together(), _translate_storage_errors(self.directory), watch_storage(self.directory):
                 if self.ranks.is_first:
                     self.remove_partial()
                     if path.exists():  # without its manifest it is incomplete: replace it
@@ -127,7 +130,7 @@ class CheckpointManager:
             records: dict[str, FileRecord] = {}
             with self.ranks.raise_together(), _translate_storage_errors(self.directory):
                 writer = _TensorWriter(partial_path)
-                with ignore_single_process_warning():
+                with ignore_single_process_warning(), watch_storage(path, needed_bytes):
                     state, planner = dict(_iter_state_tensors(trainer)), _SavePlanner(trainer)
                     is_alone = self.ranks.world_size == 1
                     state_dict_saver.save(state, storage_writer=writer, planner=planner, no_dist=is_alone)
@@ -142,7 +145,8 @@ class CheckpointManager:
                     optimizer = _describe_optimizer(trainer)
                     manifest = CheckpointManifest(step=step, optimizer=optimizer, note=dict(note or {}), files=files)
                     manifest.write(partial_path)
-                    partial_path.rename(path)
+                    with watch_storage(path):
+                        partial_path.rename(path)
                     fsync_path(self.directory)
         except RamifyError:
             if self.ranks.is_first:
@@ -172,7 +176,8 @@ class CheckpointManager:
                 raise CheckpointRefused(f"{path} was written by {manifest.optimizer}, this run has {optimizer}")
             state = _allocate_state(trainer, reader.metadata.state_dict_metadata, path)
         try:
-            with ignore_single_process_warning():
+            num_bytes = sum(record.bytes for record in manifest.files.values())
+            with ignore_single_process_warning(), watch_storage(path, num_bytes):
                 planner = _LoadPlanner(trainer)
                 state_dict_loader.load(state, storage_reader=reader, planner=planner, no_dist=ranks.world_size == 1)
         except CheckpointException as error:

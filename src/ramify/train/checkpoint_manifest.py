@@ -21,7 +21,8 @@ import msgspec
 
 from ramify.core.async_calls import map_in_daemon_threads
 from ramify.core.errors import CheckpointRefused
-from ramify.core.files import write_and_fsync
+from ramify.core.files import read_bytes, write_and_fsync
+from ramify.core.watchdog import watch_storage
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 
 CHECKPOINTS_DIR = "checkpoints"  # in the directory of a run
@@ -57,7 +58,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         path = directory / MANIFEST_FILE
         try:
             with refuse_unreadable(path):
-                manifest = msgspec.json.decode(path.read_bytes(), type=cls)
+                manifest = msgspec.json.decode(read_bytes(path), type=cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise CheckpointRefused(f"{path} is damaged: it is not the manifest of a checkpoint ({error})") from error
         if manifest.checksum != manifest._compute_checksum():
@@ -122,7 +123,7 @@ def compute_manifest_digest(directory: Path) -> str:
     """Return the SHA-256 of a checkpoint's manifest, which a commit stores. Raises CheckpointRefused."""
     path = directory / MANIFEST_FILE
     with refuse_unreadable(path):
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
 def get_step_directory(directory: Path, step: int, token: FencingToken | None = None) -> Path:
@@ -142,7 +143,8 @@ def parse_checkpoint_name(name: str) -> tuple[int, FencingToken] | None:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints that were completed, by step and token, even if files are missing now."""
-    names = {path: parse_checkpoint_name(path.name) for path in directory.glob("step_*")}
+    with watch_storage(directory):
+        names = {path: parse_checkpoint_name(path.name) for path in directory.glob("step_*")}
     return [path for _, path in sorted((name, path) for path, name in names.items() if name is not None)]
 
 
@@ -189,7 +191,7 @@ def _iter_pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterator[t
     """Check names and sizes, and yield path, index and expected checksum of each piece."""
     for name, record in files.items():
         path = directory / name
-        with refuse_unreadable(path):
+        with refuse_unreadable(path), watch_storage(path):
             size = path.stat().st_size
         if size != record.bytes:
             raise CheckpointRefused(f"{path} is damaged: it has {size} bytes, expected {record.bytes}")
@@ -208,7 +210,7 @@ def _verify_piece(path: Path, index: int, expected: str) -> None:
 
 def _checksum_piece(path: Path, index: int) -> str:
     value, buffer = 0, memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with watch_storage(path, PIECE_BYTES), path.open("rb", buffering=0) as file:
         file.seek(index * PIECE_BYTES)
         remaining = PIECE_BYTES
         while remaining and (size := file.readinto(buffer[:remaining])):

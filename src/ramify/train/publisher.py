@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ramify.core.errors import DeadlineExceeded, RamifyError, StorageFailed, StorageFull
+from ramify.core.errors import RamifyError, StorageFailed, StorageFull
 from ramify.core.files import remove_directory
+from ramify.core.watchdog import watch_storage
 from ramify.model import publish_weights
 from ramify.model.remote_weights import remove_uploaded_weights, upload_weights
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN
@@ -35,7 +36,6 @@ from ramify.train.lora import BASE_LAYER_SUFFIX, is_adapter_weight, merge_adapte
 from ramify.train.trainer import Trainer
 
 _PARTIAL_PATTERN = re.compile(rf"\.({TOKEN_PATTERN})-\d{{6,}}\.")
-WRITE_TIMEOUT = 600.0  # seconds to write the directory of a version
 MAX_WRITE_SHARE = 0.1  # of the time, for directories that follow an announcement: the ledger is on the same disk
 
 
@@ -99,7 +99,8 @@ class WeightPublisher:
         with self.ranks.raise_together():
             if self._directory_write is not None and self._directory_write.done():
                 self._join_write()
-        is_writer = self.ranks.is_first and not path.exists()
+        with watch_storage(path):
+            is_writer = self.ranks.is_first and not path.exists()
         with self._buffer_lock:
             tensors = self._gather_weights(trainer, is_writer=is_writer)
             with self.ranks.raise_together():
@@ -126,16 +127,10 @@ class WeightPublisher:
                 self._write_announced()
 
     def _join_write(self) -> None:
-        """Wait until nothing is written in the background. Raises DeadlineExceeded after WRITE_TIMEOUT."""
-        if self._directory_write is None:
-            return
-        try:
-            self._directory_write.result(WRITE_TIMEOUT)
-        except TimeoutError as error:
-            problem = f"a version was not written within {WRITE_TIMEOUT:g} s"
-            raise DeadlineExceeded(f"{self.directory}: {problem}") from error
-        finally:
-            self._directory_write = None
+        """Wait until nothing is written in the background. Raises the failure of that write."""
+        write, self._directory_write = self._directory_write, None
+        if write is not None:
+            write.result()
 
     def _gather_weights(self, trainer: Trainer, *, is_writer: bool) -> Mapping[str, Tensor]:
         """Return the weights on the rank that writes them, in host memory or in the buffer. A collective."""

@@ -2,18 +2,16 @@
 
 import asyncio
 import json
-import threading
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ramify.core.async_calls import cancel_all
 from ramify.core.errors import DeadlineExceeded, ProviderError, RequestInvalid, WeightsRefused
 from ramify.infer.client import ClientSampling, vllm_adapter
 from ramify.model.manifest import Manifest, compute_checksum
 from ramify.trace.version import PolicyVersion
-from tests.infer.client.test_replica_pool import QUICK, SAMPLING, connected
+from tests.infer.client.test_replica_pool import SAMPLING, connected
 from tests.support.engine import ScriptedVLLM, hang
 from tests.support.processes import async_wait_until
 
@@ -88,33 +86,6 @@ async def test_a_server_whose_cache_cannot_be_reset_is_ejected(first, second, mo
             await client.update_weights(second, SECOND)
         assert fake.label == "undefined" and list(client.down_replicas) == [fake.url]
         assert control_requests(fake)[-1] == "/pause?mode=abort&clear_cache=false"
-
-
-@pytest.mark.timeout(60)
-async def test_storage_that_hangs_while_weights_are_verified_holds_one_thread(first, second, monkeypatch):
-    answers, calls = threading.Event(), []
-
-    def hang(*args):
-        calls.append(threading.current_thread())
-        answers.wait()
-
-    monkeypatch.setattr(vllm_adapter, "verify_weights", hang)
-
-    try:
-        fake = ScriptedVLLM(root=str(first))
-        config = QUICK.model_copy(update={"control_timeout": 0.2})
-        async with connected(fake, config=config, version=PolicyVersion("policy", 0, 1)) as client:
-            with pytest.raises(DeadlineExceeded, match=r"to update to policy@0.2 took longer than 0.2 s"):
-                await client.update_weights(second, SECOND)
-            repeated_update = asyncio.create_task(client.update_weights(second, SECOND))
-            fake.targets.clear()
-            await async_wait_until(
-                lambda: fake.targets.count("/v1/models") >= 3
-            )  # each time it joins with a new adapter
-            assert len(calls) == 1 and calls[0].daemon  # Python does not wait for it at its exit
-            await cancel_all([repeated_update])
-    finally:
-        answers.set()
 
 
 @pytest.mark.parametrize("directory", ["missing", "other"])

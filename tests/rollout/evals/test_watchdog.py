@@ -29,7 +29,7 @@ async def main(watchdog_thread):
         await asyncio.sleep(1.0)
 
 
-with watchdog.Watchdog(0.5, "advice") as watchdog_thread:
+with watchdog.LoopWatchdog(0.5, "advice") as watchdog_thread:
     asyncio.run(main(watchdog_thread))
 print("ended by itself")
 """

@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -51,22 +50,6 @@ async def test_concurrent_rollouts_share_a_commit(tmp_path, monkeypatch):
         await add(store, *range(60))
         assert len(store.rollouts()) == 60
         assert len(synced) - before < 30
-
-
-def test_fact_that_the_disk_does_not_store_in_time_is_withdrawn(tmp_path, monkeypatch):
-    answers = threading.Event()
-    monkeypatch.setattr(run_store, "BLOCKING_CHANGE_TIMEOUT", 0.2)
-    with RunStore.open(tmp_path) as store:
-        try:
-            hanging_change = store.submit_change(lambda connection: answers.wait(60))
-            while not hanging_change.running():
-                time.sleep(0.01)
-            with pytest.raises(StorageFailed, match=r"the disk did not store a change within 0.2 s; check the disk"):
-                store.set_fact("key", "value")
-        finally:
-            answers.set()
-    with RunStore.open(tmp_path, write=False) as store:
-        assert store.get_fact("key") is None
 
 
 async def test_a_full_segment_is_followed_by_a_new_one(tmp_path, monkeypatch):

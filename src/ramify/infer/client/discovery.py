@@ -135,7 +135,6 @@ async def detect_engine(replica: Replica, version: PolicyVersion | None) -> Engi
         replica.http,
         version or PolicyVersion(name),
         model_root=model.get("root"),
-        verification_caller=replica.verification_caller,
     )
     await adapter.sync_label()
     return adapter

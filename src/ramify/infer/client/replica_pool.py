@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Collection, Generator, Sequence
 from dataclasses import dataclass
 
-from ramify.core.async_calls import SingleThreadCaller
 from ramify.core.errors import ProviderError, RamifyError
 from ramify.infer.client.engine_adapter import EngineAdapter
 from ramify.infer.client.http_client import HttpClient, ResponseLost
@@ -38,8 +37,7 @@ class Replica:
 
     `reason` says why it is down; `adapter` is set when it first comes up; `fatal_error` is a failure to join after
     which trying again is pointless; `num_failed_checks` counts failed health checks in a row; setting `check_now`
-    triggers a health check; `last_num_steps` is the engine's step counter at the last health check;
-    `verification_caller` verifies weights, one after another.
+    triggers a health check; `last_num_steps` is the engine's step counter at the last health check.
     """
 
     def __init__(self, url: str, http: HttpClient) -> None:
@@ -53,7 +51,6 @@ class Replica:
         self.num_failed_checks = 0
         self.check_now = asyncio.Event()
         self.last_num_steps: float | None = None
-        self.verification_caller = SingleThreadCaller()
         self._timed_requests: set[TimedRequest] = set()
 
     def require_adapter(self) -> EngineAdapter:

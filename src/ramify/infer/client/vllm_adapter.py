@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ramify.core.async_calls import SingleThreadCaller
+from ramify.core.async_calls import call_storage
 from ramify.core.errors import (
     DeadlineExceeded,
     ModelUnsupported,
@@ -49,10 +49,7 @@ UNDEFINED_LABEL = "undefined"  # the label while weights are loaded, and after a
 
 
 class VLLMAdapter(EngineAdapter):
-    """One vLLM server. `model_root` is the model it was started with, as a path or a name.
-
-    `verification_caller` verifies weights, whose storage may hang; all adapters of a server share it.
-    """
+    """One vLLM server. `model_root` is the model it was started with, as a path or a name."""
 
     def __init__(
         self,
@@ -61,10 +58,8 @@ class VLLMAdapter(EngineAdapter):
         version: PolicyVersion,
         *,
         model_root: str | None,
-        verification_caller: SingleThreadCaller | None = None,
     ) -> None:
         super().__init__(url, http, version)
-        self._verification_caller = verification_caller or SingleThreadCaller()
         self._model_dir = Path(model_root) if model_root and Path(model_root).is_dir() else None
         self._vocab_size = None if self._model_dir is None else read_vocab_size(self._model_dir)
         self._is_dev_mode = True
@@ -104,7 +99,7 @@ class VLLMAdapter(EngineAdapter):
         if not self._is_dev_mode:
             raise WeightsRefused(f"{self.url} accepts no weights: vLLM must be started with VLLM_SERVER_DEV_MODE=1")
         verify = partial(verify_weights, update.directory, self._model_dir)
-        manifest = await self._verification_caller.call(verify, f"verify {update.directory}")
+        manifest = await call_storage(verify, f"verify {update.directory}")
         if manifest.version != update.version:
             raise WeightsRefused(f"{update.directory} holds {manifest.version}, not {update.version}")
         start = time.perf_counter()

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.core.errors import ConfigInvalid, ImageInvalid
+from ramify.core.watchdog import watch_storage
 from ramify.trace.image_header import MIME_TYPES, detect_format, read_image_header
 
 MAX_BYTES = 20 * 2**20
@@ -86,10 +87,11 @@ def decode_image(data: bytes) -> RgbArray:
 def read_image_file(path: Path) -> bytes:
     """Return the bytes of an image. Raises ImageInvalid if the file cannot be read, is too large or is no image."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ImageInvalid(f"image: {path} is not a regular file")
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        with watch_storage(path):
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ImageInvalid(f"image: {path} is not a regular file")
+            with path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: the name contains a zero byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise ImageInvalid(f"image: {path} cannot be read: {reason}") from error

@@ -23,7 +23,6 @@ from ramify.rollout import Environment
 from ramify.rollout.environment import check_prompt_images
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.engine_process import EngineProcess
-from ramify.rollout.evals.plan import IMAGE_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,9 @@ def check_server(config: EvalConfig, environment: Environment) -> None:
 
 
 async def check_task_images(config: EvalConfig, environment: Environment, task: Task) -> None:
-    """Raise ConfigInvalid if the prompt of a task has images that cannot be used, or that the model does not take.
-
-    Raises StorageFailed if the images cannot be read within IMAGE_TIMEOUT seconds.
-    """
-    what = f"the images of task {task.identity}"
+    """Raise ConfigInvalid if the prompt of a task has images that cannot be used, or that the model does not take."""
     try:
-        has_images = await call_storage(partial(check_prompt_images, task), what, timeout=IMAGE_TIMEOUT)
+        has_images = await call_storage(partial(check_prompt_images, task), f"images of task {task.identity}")
     except EnvironmentFault as error:
         raise ConfigInvalid(f"taskset: {error.message}") from error
     if has_images and not isinstance(config.inference, ExternalConfig):

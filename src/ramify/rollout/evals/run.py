@@ -26,7 +26,7 @@ from ramify.rollout.evals.progress import EvalProgress, group_rewards_by_task
 from ramify.rollout.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.rollout.evals.stats import Estimate, clustered_mean
 from ramify.rollout.evals.summary import build_row, flatten_row
-from ramify.rollout.evals.watchdog import Watchdog
+from ramify.rollout.evals.watchdog import LoopWatchdog
 from ramify.run.store import RolloutRecord, RunStore, default_run_name, open_run, wrap_storage_errors
 from ramify.run.store.environments import (
     ObservedEnvironment,
@@ -123,7 +123,7 @@ def evaluate(
     accept_changes: bool = False,
     keep_workdirs: bool = False,
     display: EvalDisplay | None = None,
-    watchdog: Watchdog | None = None,
+    watchdog: LoopWatchdog | None = None,
     **settings: Any,
 ) -> EvalResult:
     """Run an eval, or the missing part of it, and return its result.
@@ -160,7 +160,7 @@ async def evaluate_async(
     accept_changes: bool,
     keep_workdirs: bool,
     display: EvalDisplay,
-    watchdog: Watchdog | None = None,
+    watchdog: LoopWatchdog | None = None,
 ) -> EvalResult:
     """Run an eval as `evaluate` does, in the running event loop."""
     config = with_eval_split(config)
@@ -227,7 +227,7 @@ class EvalRunner:
     progress: EvalProgress
     display: EvalDisplay
     revision: int
-    watchdog: Watchdog | None = None
+    watchdog: LoopWatchdog | None = None
 
     async def run_all(self, rollouts: Sequence[PlannedRollout]) -> None:
         """Run all rollouts. An exception outside a rollout cancels the others and is raised."""

@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from uuid import uuid4
 
-from ramify.core.files import fsync_path, mkdir_and_fsync, unless_abandoned, write_and_fsync
+from ramify.core.files import fsync_path, mkdir_and_fsync, read_bytes, write_and_fsync
+from ramify.core.watchdog import watch_storage
 
 
 class DirectoryStore:
@@ -29,7 +30,7 @@ class DirectoryStore:
         try:
             write_and_fsync(partial_path, data)
             try:
-                with unless_abandoned():
+                with watch_storage(path):
                     os.link(partial_path, path)
             except OSError:
                 if partial_path.stat().st_nlink != 2:
@@ -41,7 +42,8 @@ class DirectoryStore:
             self._fsync_directories(path)
             return True
         finally:
-            partial_path.unlink(missing_ok=True)
+            with watch_storage(path):
+                partial_path.unlink(missing_ok=True)
 
     def _fsync_directories(self, path: Path) -> None:
         """Bring the names of a file and of the directories above it to disk, up to this store."""
@@ -53,6 +55,6 @@ class DirectoryStore:
     def read(self, name: str) -> bytes | None:
         """Return the data of `name`; None if it does not exist."""
         try:
-            return (self.directory / name).read_bytes()
+            return read_bytes(self.directory / name)
         except FileNotFoundError:
             return None

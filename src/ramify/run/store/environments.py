@@ -86,7 +86,7 @@ def record_environments(
             values = (time.time(), CHANGES_ACCEPTED_EVENT, msgspec.msgpack.encode(event))
             connection.execute("INSERT INTO events VALUES (?, ?, ?)", values)
 
-    store.wait_for_change(store.submit_change(apply))
+    store.submit_change(apply).result()
     return revisions
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from ramify.core.async_calls import call_in_daemon_thread
+from ramify.core.async_calls import call_storage
 from ramify.core.errors import ProcessReplaced, StorageFailed
 from ramify.run.fencing.head_log import CreateOnceStore, HeadLog, LogPosition
 from ramify.run.store.change_tracking import (
@@ -33,10 +33,10 @@ from ramify.run.store.change_tracking import (
 )
 from ramify.run.store.index import DATABASE_NAME
 from ramify.run.store.log_entry import LogEntry, restore_part, store_parts
-from ramify.run.store.run_store import BLOCKING_CHANGE_TIMEOUT, RunStore
+from ramify.run.store.run_store import RunStore
 from ramify.run.store.schema_version import read_version
 
-STORAGE_TIMEOUT = 600.0  # seconds for one entry, after which the run ends
+RETRY_TIME = 600.0  # seconds for which storage that raises errors is tried again, after which the run ends
 RETRY_DELAY = 2.0  # seconds before a failed creation is tried again
 POLL_INTERVAL = 5.0  # seconds between two checks for a newer head
 
@@ -49,8 +49,16 @@ class HeadReplicator:
     `find_group_file` returns the file of a group beside the database, which is copied whenever the group has changed.
     """
 
-    def __init__(self, store: RunStore, shared: CreateOnceStore, find_group_file: FindGroupFile | None = None) -> None:
+    def __init__(
+        self,
+        store: RunStore,
+        shared: CreateOnceStore,
+        find_group_file: FindGroupFile | None = None,
+        *,
+        retry_time: float = RETRY_TIME,
+    ) -> None:
         self._store, self._shared, self._log, self._find_group_file = store, shared, HeadLog(shared), find_group_file
+        self._retry_time = retry_time
         self._lock = threading.Lock()  # one entry after another
         self._replaced_error: ProcessReplaced | None = None
         state = read_state(store)
@@ -66,23 +74,18 @@ class HeadReplicator:
     async def replicate(self) -> None:
         """Create an entry with all changes, if there are any; return when it exists.
 
-        If the storage fails or hangs, raise StorageFailed after STORAGE_TIMEOUT seconds. Raises ProcessReplaced if
-        another head has taken over.
+        If the storage raises errors, it is tried again for RETRY_TIME seconds, then StorageFailed is raised. Raises
+        ProcessReplaced if another head has taken over.
         """
-        try:
-            async with asyncio.timeout(STORAGE_TIMEOUT + BLOCKING_CHANGE_TIMEOUT):
-                await call_in_daemon_thread(self.replicate_blocking, "head log")
-        except TimeoutError as error:
-            problem = f"{self._store.path} was not copied to shared storage within {STORAGE_TIMEOUT:g} s"
-            raise StorageFailed(f"{problem}; check the shared directory, then rerun the command") from error
+        await call_storage(self.replicate_blocking, "head log")
 
     def replicate_blocking(self) -> None:
-        """Do what `replicate` does, in this thread, where storage that hangs cannot be interrupted."""
+        """Do what `replicate` does, in this thread."""
         with self._lock:
             self._create_entry_with_retries()
 
     def _create_entry_with_retries(self) -> None:
-        deadline = time.monotonic() + STORAGE_TIMEOUT
+        num_retries = 0
         while True:
             try:
                 return self._create_entry()
@@ -90,28 +93,29 @@ class HeadReplicator:
                 self._replaced_error = error
                 raise
             except OSError as error:
-                if time.monotonic() >= deadline:
+                if num_retries * RETRY_DELAY >= self._retry_time:
                     problem = f"entry {self.position.number} of the head log cannot be created: {error}"
                     raise StorageFailed(f"{problem}; check the shared directory, then rerun the command") from error
+                num_retries += 1
                 time.sleep(RETRY_DELAY)
 
     async def watch_for_newer_head(self) -> None:
         """Check every POLL_INTERVAL seconds whether another head has taken over; raise ProcessReplaced if so.
 
-        Raises StorageFailed when the storage has not answered for STORAGE_TIMEOUT seconds: otherwise a head that is cut
-        off from it would run until its next commit beside a newer one.
+        Raises StorageFailed when all checks of RETRY_TIME seconds have failed: otherwise a head that is cut off from
+        the storage would run until its next commit beside a newer one.
         """
-        answered_at = time.monotonic()
+        num_failed = 0
         while self._replaced_error is None:
             await asyncio.sleep(POLL_INTERVAL)
-            check = partial(self._log.check_not_ended, self.position)
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(answered_at + STORAGE_TIMEOUT - time.monotonic()):
-                    await call_in_daemon_thread(check, "newer head")
-                    answered_at = time.monotonic()
-            if time.monotonic() >= answered_at + STORAGE_TIMEOUT:
-                problem = f"the head log of {self._store.path} could not be read for {STORAGE_TIMEOUT:g} s"
-                raise StorageFailed(f"{problem}; check the shared directory, then rerun the command")
+            try:
+                await call_storage(partial(self._log.check_not_ended, self.position), "newer head")
+                num_failed = 0
+            except OSError as error:
+                num_failed += 1
+                if num_failed * POLL_INTERVAL >= self._retry_time:
+                    problem = f"the head log of {self._store.path} could not be read for {self._retry_time:g} s"
+                    raise StorageFailed(f"{problem}; check the shared directory, then rerun the command") from error
         raise self._replaced_error
 
     def _create_entry(self) -> None:
@@ -183,12 +187,12 @@ class HeadReplicator:
             yield from ((path, 0, path.stat().st_size) for path in paths if path.exists())
 
     def _change(self, apply: Callable[[sqlite3.Connection], None]) -> None:
-        self._store.submit_change(apply).result(BLOCKING_CHANGE_TIMEOUT)
+        self._store.submit_change(apply).result()
 
 
 def start_replication(store: RunStore, epoch: int) -> None:
     """Track the changes of a run that has no log yet; its first entry will have all of it."""
-    store.wait_for_change(store.submit_change(lambda connection: start_tracking(connection, HeadState(epoch))))
+    store.submit_change(lambda connection: start_tracking(connection, HeadState(epoch))).result()
 
 
 def read_state(store: RunStore) -> HeadState | None:

@@ -56,7 +56,7 @@ class Ledger:
     @classmethod
     def open(cls, store: RunStore) -> Self:
         """Open the ledger of a writable run; create its tables if they are missing."""
-        store.wait_for_change(store.submit_change(_create_tables))
+        store.submit_change(_create_tables).result()
         return cls(store)
 
     @staticmethod
@@ -291,7 +291,7 @@ class Ledger:
             _set_progress(connection, "registered", 0)
 
         if epoch:
-            self.store.wait_for_change(self.store.submit_change(apply))
+            self.store.submit_change(apply).result()
 
     async def roll_back(self, version: int, directory: str, *further_changes: TableChange) -> None:
         """End the history at an earlier version, because the checkpoint of the last one is lost.

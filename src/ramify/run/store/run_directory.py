@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.core.errors import ConfigInvalid, RunBusy
-from ramify.core.files import unless_abandoned
+from ramify.core.watchdog import watch_storage
 from ramify.run.store.environments import CHANGES_ACCEPTED_EVENT, RESUME_HINT, diff_values
 from ramify.run.store.run_log import RunLog
 from ramify.run.store.run_store import RunStore, acquire_lock
@@ -56,7 +56,7 @@ def _open_once(path: Path, identity: Mapping[str, Any], fresh: bool, accept_chan
     try:
         changes = check_identity(store, identity, accept_changes)
         if changes:
-            store.wait_for_change(RunLog(store).log_event(CHANGES_ACCEPTED_EVENT, changes=changes))
+            RunLog(store).log_event(CHANGES_ACCEPTED_EVENT, changes=changes).result()
         if changes or store.get_fact(IDENTITY_KEY) is None:
             store.set_fact(IDENTITY_KEY, dict(identity))
     except BaseException:
@@ -89,12 +89,12 @@ def compare_identities(
 def move_aside(path: Path) -> Path:
     """Rename the run's directory to `NAME.old-N` and return the new path. Raises RunBusy if it is in use."""
     number = 1
-    while (new_path := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    lock_fd = acquire_lock(path)
-    try:
-        with unless_abandoned():
+    with watch_storage(path):
+        while (new_path := path.with_name(f"{path.name}.old-{number}")).exists():
+            number += 1
+        lock_fd = acquire_lock(path)
+        try:
             path.rename(new_path)
-    finally:
-        os.close(lock_fd)
+        finally:
+            os.close(lock_fd)
     return new_path

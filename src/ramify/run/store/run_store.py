@@ -11,15 +11,16 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from ramify.core.errors import ConfigInvalid, DataCorrupt, RunBusy, StorageFailed
-from ramify.core.files import fsync_path, unless_abandoned
+from ramify.core.errors import ConfigInvalid, DataCorrupt, RunBusy
+from ramify.core.files import fsync_path
+from ramify.core.watchdog import watch_storage
 from ramify.run.store import rollout_table
 from ramify.run.store.image_store import MEDIA_DIR, ImageStore
 from ramify.run.store.index import (
@@ -45,7 +46,6 @@ from ramify.trace import Episode, Trace, decode_episode, encode_episode
 T = TypeVar("T")
 
 LOCK_NAME = "run.lock"
-BLOCKING_CHANGE_TIMEOUT = 60.0  # seconds for a change that is waited for outside an event loop
 
 EpisodeData = Sequence[Trace] | bytes | memoryview  # the traces of a rollout, or its encoded episode
 TableChange = Callable[[sqlite3.Connection], object]  # changes the tables inside a transaction; its result is ignored
@@ -79,8 +79,10 @@ class RunStore:
         lacks the fact `required_fact`, which is the first that a new run stores. With `write`, the pages of the index
         and its checksum are checked too. Raises RunDamaged if another version of Ramify wrote the index.
         """
-        with wrap_storage_errors(path):
+        with wrap_storage_errors(path), watch_storage(path) as call:
             check_index_file(path)
+            if (path / DATABASE_NAME).is_file():
+                call.num_bytes = (path / DATABASE_NAME).stat().st_size  # all of it is checked
             if not write and not (path / DATABASE_NAME).is_file():
                 raise ConfigInvalid(f"{path} is not a run: it has no {DATABASE_NAME}")
             if write:
@@ -142,23 +144,11 @@ class RunStore:
                 rollout_table.insert_rollout(connection, record, summary, location)
             apply(connection)
 
-        with unless_abandoned():
-            return self._writer.submit(frames, apply_all, images)
-
-    def wait_for_change(self, change: "Future[None]") -> None:
-        """Wait, outside an event loop, until a queued change is durable.
-
-        Raises StorageFailed after BLOCKING_CHANGE_TIMEOUT seconds; the change is withdrawn if it has not begun.
-        """
-        if not wait([change], BLOCKING_CHANGE_TIMEOUT).done:
-            change.cancel()
-            problem = f"{self.path}: the disk did not store a change within {BLOCKING_CHANGE_TIMEOUT:g} s"
-            raise StorageFailed(f"{problem}; check the disk and the mounts, then repeat the command")
-        change.result()
+        return self._writer.submit(frames, apply_all, images)
 
     def select(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows that an SQL query finds in the last committed state of the tables."""
-        with wrap_storage_errors(self.path):
+        with wrap_storage_errors(self.path), watch_storage(self.path):
             return self._reader.execute(query, values).fetchall()
 
     def select_records(self, build: Callable[[tuple[Any, ...]], T], query: str, values: Sequence[Any] = ()) -> list[T]:
@@ -174,7 +164,7 @@ class RunStore:
 
     def set_fact(self, key: str, value: Any) -> None:
         """Store plain data about the run under `key`; it is durable when this returns."""
-        self.wait_for_change(self.submit_change(build_fact_change(key, value)))
+        self.submit_change(build_fact_change(key, value)).result()
 
     def get_fact(self, key: str) -> Any:
         """Return what `set_fact` stored under `key`; None if there is nothing."""
@@ -215,14 +205,18 @@ class RunStore:
         try:
             if self._writer is not None:
                 self._writer.close()
-                with contextlib.suppress(sqlite3.Error):  # what is committed is durable: only the checksum is missing
+                with (
+                    watch_storage(self.path),
+                    contextlib.suppress(sqlite3.Error),  # what is committed is durable: only the checksum is missing
+                ):
                     is_merged = merge_write_ahead_log(self._reader)
         finally:
-            self._reader.close()
-            if is_merged:
-                write_index_checksum(self.path)
-            if self._lock_fd is not None:
-                os.close(self._lock_fd)
+            with watch_storage(self.path):
+                self._reader.close()
+                if is_merged:
+                    write_index_checksum(self.path)
+                if self._lock_fd is not None:
+                    os.close(self._lock_fd)
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ramify.core.errors import DeadlineExceeded, StorageFailed, StorageFull
+from ramify.core.errors import StorageFailed, StorageFull
+from ramify.core.watchdog import watch_storage
 from ramify.run.store.image_store import ImageStore
 from ramify.run.store.rollout_table import FrameLocation
 from ramify.run.store.segment_log import SegmentLog
@@ -26,7 +27,6 @@ from ramify.trace import Media
 
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 MAX_CHANGES_PER_COMMIT = 1024  # bounds the latency of a commit
-CLOSE_TIMEOUT = 60.0  # seconds to commit what is queued when the writer is closed
 
 ApplyChange = Callable[[sqlite3.Connection, Sequence[FrameLocation]], None]
 
@@ -69,13 +69,9 @@ class RunWriter:
         return change.future
 
     def close(self) -> None:
-        """Commit what is queued and end the thread. Raises DeadlineExceeded if the disk does not respond."""
+        """Commit what is queued and end the thread."""
         self._queue.put(None)
-        self._thread.join(CLOSE_TIMEOUT)
-        if self._thread.is_alive():
-            raise DeadlineExceeded(
-                f"the writer of {self.path} did not finish within {CLOSE_TIMEOUT:g} s: the disk does not respond"
-            )
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -92,13 +88,18 @@ class RunWriter:
                     change.future.set_exception(error)
 
     def _commit_loop(self) -> None:
-        with contextlib.closing(self._connect()) as connection:
+        with watch_storage(self.path):
+            connection = self._connect()
+        with contextlib.closing(connection):
             is_open = True
             while is_open:
                 queued, is_open = self._take_queued()
                 changes = [change for change in queued if change.future.set_running_or_notify_cancel()]
-                if changes:
-                    self._commit(connection, changes)
+                num_bytes = sum(len(frame) for change in changes for frame in change.frames)
+                num_bytes += sum(len(image.data) for change in changes for image in change.images)
+                with watch_storage(self.path, num_bytes):
+                    if changes:
+                        self._commit(connection, changes)
             self._segments.close()
 
     def _take_queued(self) -> tuple[list[PendingChange], bool]:

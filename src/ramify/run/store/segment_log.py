@@ -14,6 +14,7 @@ import zstandard
 
 from ramify.core.errors import DataCorrupt
 from ramify.core.files import fsync_path
+from ramify.core.watchdog import watch_storage
 from ramify.run.store.rollout_table import FrameLocation
 
 FRAME_HEADER = struct.Struct("<II")
@@ -84,7 +85,7 @@ class SegmentLog:
         """Return the data of the frame at `location`. Raises DataCorrupt if the frame is damaged."""
         path = self.get_path(location.segment)
         try:
-            with path.open("rb") as file:
+            with watch_storage(path), path.open("rb") as file:
                 file.seek(location.start)
                 frame = file.read(location.stop - location.start)
         except OSError as error:

@@ -38,7 +38,6 @@ from ramify.train.sft.display import SftContent, SftDisplay, StepProgress
 from ramify.train.sft.plan import SftPlan, build_sft_plan
 from ramify.train.trainer import PendingStep, Trainer
 
-JOURNAL_TIMEOUT = 60.0  # seconds for queued metrics to be written
 STEPS_IN_FLIGHT = {"cpu": 0, "cuda": 1}  # steps started before the metrics of one are read, to keep a GPU busy
 
 
@@ -243,7 +242,7 @@ class _SftRun:
         try:
             with self.ranks.raise_together():
                 if self.last_write is not None:
-                    self.last_write.result(JOURNAL_TIMEOUT)  # the metrics up to here belong to the checkpoint
+                    self.last_write.result()  # the metrics up to here belong to the checkpoint
             committed = max(self.checkpoints.list_steps(), default=0)
             note = {"seen": self.examples_seen}
             self.checkpoints.save(trainer, self.steps_done, note, committed=committed)

@@ -1,0 +1,155 @@
+"""The watchdog of a process: one thread that ends the process, with a named failure, if what it watches hangs.
+
+It watches every call on a file system. Such a call never returns if the mount is lost, and the thread in it cannot be
+ended. So nobody waits for storage with a timeout of its own: a call is registered while it is in flight, and if it is
+still there after `storage_limit` seconds, plus the time that its bytes need, the process ends with StorageFailed.
+
+    storage that hangs   meanwhile                                       in the end
+    run directory        what needs the storage waits                    the process ends
+    shared storage       the same; commits are retried, a trainer waits  the process ends, ten minutes later at most
+
+The watchdog adds up the intervals of its polls instead of reading a clock: there are no polls while the process or the
+machine is suspended. Others add checks of their own, which are called at every poll.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+from ramify.core.errors import StorageFailed
+
+EXIT_FAILED = 1
+PRINT_TIMEOUT = 2.0  # seconds for a message: the log that it goes to may be on the storage that hangs
+
+
+@dataclass(frozen=True, slots=True)
+class WatchdogSettings:
+    """Limits of a watchdog, in seconds."""
+
+    poll_interval: float = 0.25
+    storage_limit: float = 600.0
+    """Time for one call on a file system."""
+    min_transfer_rate: float = 10e6
+    """Bytes per second; a call that reads or writes many bytes may take longer than `storage_limit`."""
+    warning_delay: float = 30.0
+    """Time after which a line says which call is still in flight."""
+
+
+class StorageCall:
+    """A call on a file system that is in flight while its `with` block runs; `num_bytes` may be set inside it."""
+
+    __slots__ = ("_watchdog", "num_bytes", "path", "seconds")
+
+    def __init__(self, watchdog: "Watchdog", path: Path | str, num_bytes: int) -> None:
+        self._watchdog, self.path, self.num_bytes, self.seconds = watchdog, path, num_bytes, 0.0
+
+    def __enter__(self) -> Self:
+        self._watchdog.add_call(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._watchdog.remove_call(self)
+
+
+class Watchdog:
+    """Polls the calls in flight and the added checks. Its thread starts with the first of them.
+
+    `fail` is called with the message of a failure, in place of the end of the process.
+    """
+
+    def __init__(self, settings: WatchdogSettings | None = None, fail: Callable[[str], None] | None = None) -> None:
+        self.settings = settings or WatchdogSettings()
+        self._fail = fail or self.end_process
+        self._calls: dict[int, StorageCall] = {}
+        self._checks: list[Callable[[], None]] = []
+        self._lock = threading.RLock()  # a check may end the process; none runs after it was removed
+        self._thread: threading.Thread | None = None
+        self.cleanups: list[Callable[[], None]] = []
+        """Called before the process ends."""
+
+    def watch_storage(self, path: Path | str, num_bytes: int = 0) -> StorageCall:
+        """Register a call on a file system while the `with` block runs, which must not take long by itself."""
+        return StorageCall(self, path, num_bytes)
+
+    def add_call(self, call: StorageCall) -> None:
+        """Register a call that begins."""
+        self._calls[id(call)] = call
+        if self._thread is None:
+            self._start()
+
+    def remove_call(self, call: StorageCall) -> None:
+        """Remove a call that has returned."""
+        self._calls.pop(id(call), None)  # a forked process has forgotten it
+
+    def list_paths(self) -> list[str]:
+        """Return the paths of the calls in flight."""
+        return [str(call.path) for call in list(self._calls.values())]
+
+    def add_check(self, check: Callable[[], None]) -> None:
+        """Call a function at every poll, in the thread of the watchdog."""
+        self._checks.append(check)
+        if self._thread is None:
+            self._start()
+
+    def remove_check(self, check: Callable[[], None]) -> None:
+        """Stop calling a function; it does not run any more when this returns."""
+        with self._lock:
+            self._checks.remove(check)
+
+    def reset(self) -> None:
+        """Forget what the parent has watched; its thread does not run in a forked process."""
+        self._calls, self._checks, self.cleanups = {}, [], []
+        self._lock, self._thread = threading.RLock(), None
+
+    def poll(self) -> None:
+        """Look at everything once."""
+        interval, settings = self.settings.poll_interval, self.settings
+        for call in list(self._calls.values()):
+            call.seconds += interval
+            if call.seconds > settings.storage_limit + call.num_bytes / settings.min_transfer_rate:
+                problem = f"{call.path}: the storage has not answered for {call.seconds:.0f} s"
+                self._fail(f"{StorageFailed.name}: {problem}; check the disk and the mounts, then repeat the command")
+            elif call.seconds - interval < settings.warning_delay <= call.seconds:
+                print_from_thread(f"warning: {call.path}: the storage has not answered for {call.seconds:.0f} s")
+        with self._lock:
+            for check in list(self._checks):
+                check()
+
+    def end_process(self, message: str, exit_code: int = EXIT_FAILED) -> NoReturn:
+        """Print a message and exit at once: threads that hang cannot be ended."""
+        for clean_up in self.cleanups:
+            clean_up()
+        if sys.stdout.isatty():
+            os.write(1, b"\x1b[?25h")  # the display has hidden the cursor
+        print_from_thread(message)
+        os._exit(exit_code)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._poll_loop, name="watchdog", daemon=True)
+                self._thread.start()
+
+    def _poll_loop(self) -> None:
+        never = threading.Event()
+        while not never.wait(self.settings.poll_interval):
+            self.poll()
+
+
+def print_from_thread(message: str) -> None:
+    """Write a message to standard error from a thread that may hang; `sys.stderr` may be locked by another one."""
+    thread = threading.Thread(target=os.write, args=(2, f"{message}\n".encode()), daemon=True)
+    thread.start()
+    thread.join(PRINT_TIMEOUT)
+
+
+WATCHDOG = Watchdog()
+watch_storage = WATCHDOG.watch_storage
+os.register_at_fork(after_in_child=WATCHDOG.reset)
