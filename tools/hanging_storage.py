@@ -173,11 +173,13 @@ def _measure_disk(hanging: Path, local: Path) -> Steps:
 
 def _commit_to_ledger(hanging: Path, local: Path) -> Steps:
     from ramify.run.store import RunStore
-    from ramify.run.store.rollout_table import RolloutRecord
+
+    async def commit(store: RunStore) -> None:
+        await asyncio.wrap_future(store.submit_change(lambda connection: None))
 
     store = RunStore.open(hanging / "run")
     yield
-    asyncio.run(store.add_rollout(RolloutRecord("a", "task"), []))
+    asyncio.run(commit(store))
 
 
 def _store_fact(hanging: Path, local: Path) -> Steps:
@@ -321,8 +323,8 @@ def _run_command(*arguments: str) -> Callable[[Path, Path], Steps]:
         _finish_run(config.path)
         yield
         code = main([argument.replace("RUN", str(config.path)) for argument in arguments])
-        if code:
-            print(f"exit code {code}")
+        sys.stdout.flush()
+        os._exit(code)
 
     return steps
 

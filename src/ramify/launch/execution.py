@@ -12,6 +12,7 @@ from ramify.core.async_calls import call_storage
 from ramify.core.display import open_display
 from ramify.core.errors import ProviderError, RamifyError, StorageFailed
 from ramify.core.interactive import AwaitableResult, call_interruptible, run_coroutine
+from ramify.core.watchdog import watch_storage
 from ramify.launch.cluster_plan import ClusterPlan
 from ramify.launch.completion import mark_finished, prepare_run_directory, replicate_run
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
@@ -83,7 +84,7 @@ def execute_plan(
         if steps is not None:
             replicate_run(config)  # the storage may have failed at the end of the run
             return RunResult(path, RunOutcome.FINISHED, did_run=False, steps=steps)
-        with wrap_storage_errors(path):
+        with wrap_storage_errors(path), watch_storage(path):
             plan.write()
         leases = hold_leases(path, config.shared_path, epoch, plan.process_specs, print_line=print_line)
         with hold_weights_directory(config, print_line), leases as earlier:
@@ -171,7 +172,7 @@ def _tee_to_log(file: Path, print_line: Callable[[str], None]) -> Generator[Call
         log = file.open("a", encoding="utf-8", buffering=1)
 
     def tee_line(line: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk is reported by the store, not here
+        with contextlib.suppress(OSError), watch_storage(file):  # a full disk is reported by the store, not here
             log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n")
         print_line(line)
 

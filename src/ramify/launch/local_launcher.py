@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ramify.core.watchdog import watch_storage
 from ramify.launch.devices import list_visible_gpus
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessStart
 from ramify.launch.machine import count_usable_cores, get_usable_memory
@@ -106,7 +107,7 @@ class LocalSlot:
         """Write the files and start the process, forked from the fork server if that is possible."""
         for name, text in start.files.items():
             path = self.directory / name
-            with wrap_storage_errors(path):
+            with wrap_storage_errors(path), watch_storage(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
         if start.releases_port:

@@ -15,6 +15,7 @@ from typing import IO, Protocol
 
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import PeerLost, ProcessReplaced
+from ramify.core.watchdog import watch_storage
 from ramify.launch.launcher import ProcessStart
 from ramify.launch.node_process import NODE_PYTHON, ExchangeReply, ExchangeRequest, SlotAddress
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
@@ -154,7 +155,7 @@ class RemoteSlot:
 
     def _record_reply(self, reply: ExchangeReply, log: IO[bytes]) -> bool:
         """Record a reply, and grant its renewal. Return whether the process has exited and all output is here."""
-        with wrap_storage_errors(Path(log.name)):
+        with wrap_storage_errors(Path(log.name)), watch_storage(log.name):
             log.write(reply.output)
             log.flush()
         request, offset = self._request, self._request.log_offset + len(reply.output)
