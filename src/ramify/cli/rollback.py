@@ -10,7 +10,7 @@ from ramify.core.errors import CheckpointRefused, ConfigInvalid
 from ramify.core.interactive import call_interruptible
 from ramify.launch.completion import FINISHED_KEY
 from ramify.launch.head import check_newest_head
-from ramify.run.store import RunStore, wrap_storage_errors
+from ramify.run.store import RunStore, storage_call, wrap_storage_errors
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.run_log import build_event_change
 from ramify.run.store.run_store import build_fact_change
@@ -38,7 +38,7 @@ def run(options: Namespace) -> int:
 
 def _roll_back(run: str, step: int) -> tuple[Path, int, list[Path]]:
     """Roll a run back; return its path, the step at which its history ended, and the renamed checkpoints."""
-    with wrap_storage_errors(Path(run)):
+    with storage_call(Path(run)):
         path = find_run(run)
         check_newest_head(path)
         checkpoints = path / "checkpoints"

@@ -31,7 +31,7 @@ from ramify.launch.service_addresses import ServiceAddresses
 from ramify.launch.status_client import StatusClient
 from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
 from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot
-from ramify.run.store import RunStore, wrap_storage_errors
+from ramify.run.store import RunStore, storage_call
 from ramify.run.store.index import DATABASE_NAME
 from ramify.run.store.run_log import RunLog, read_metrics_by_step
 
@@ -84,7 +84,7 @@ def execute_plan(
         if steps is not None:
             replicate_run(config)  # the storage may have failed at the end of the run
             return RunResult(path, RunOutcome.FINISHED, did_run=False, steps=steps)
-        with wrap_storage_errors(path), watch_storage(path):
+        with storage_call(path):
             plan.write()
         leases = hold_leases(path, config.shared_path, epoch, plan.process_specs, print_line=print_line)
         with hold_weights_directory(config, print_line), leases as earlier:
@@ -109,7 +109,7 @@ def execute_plan(
 
 def _record_end(path: Path, kind: str, **fields: str) -> None:
     """Record as an event how the run ended, for `ramify why`, if the store can be opened."""
-    with contextlib.suppress(RamifyError):
+    with contextlib.suppress(RamifyError), storage_call(path):
         if (path / DATABASE_NAME).is_file():
             with RunStore.open(path) as store:
                 RunLog(store).log_event(kind, **fields)
@@ -167,7 +167,7 @@ async def _supervise(
 @contextlib.contextmanager
 def _tee_to_log(file: Path, print_line: Callable[[str], None]) -> Generator[Callable[[str], None]]:
     """Yield a function that prints a line and appends it to a log file, with the time."""
-    with wrap_storage_errors(file):
+    with storage_call(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         log = file.open("a", encoding="utf-8", buffering=1)
 

@@ -36,7 +36,7 @@ from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.run.fencing.directory_store import DirectoryStore
 from ramify.run.fencing.head_log import HeadLog, LogPosition
 from ramify.run.fencing.token import FencingToken
-from ramify.run.store import RunStore, wrap_storage_errors
+from ramify.run.store import RunStore, storage_call, wrap_storage_errors
 from ramify.run.store.change_tracking import HeadState, read_head_state
 from ramify.run.store.head_replication import restore_run, start_replication
 from ramify.run.store.index import DATABASE_NAME
@@ -110,9 +110,8 @@ def check_newest_head(run: Path) -> None:
     state = read_local_state(run)
     if state is not None:
         checkpoints = run / CHECKPOINTS_DIR
-        with wrap_storage_errors(checkpoints):
-            with watch_storage(checkpoints):
-                shared = checkpoints.resolve().parent
+        with storage_call(checkpoints):
+            shared = checkpoints.resolve().parent
             is_newest = _is_newest(HeadLog(DirectoryStore(shared)), state)
         if not is_newest:
             raise ProcessReplaced(

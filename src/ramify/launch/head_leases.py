@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 
 from ramify.core.errors import StorageFailed
-from ramify.core.files import read_bytes, write_atomically
+from ramify.core.files import write_atomically
 from ramify.core.watchdog import watch_storage
 from ramify.launch.head import check_newest_head
 from ramify.launch.process import EarlierProcess, ProcessSpec
 from ramify.launch.run_record import read_earlier_processes, read_record
 from ramify.run.fencing.token import FencingToken
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 from ramify.run.store.head_replication import POLL_INTERVAL
 
 LEASES_DIR = "leases"  # in the shared directory
@@ -47,7 +47,7 @@ def hold_leases(
         yield earlier
         return
     directory = shared / LEASES_DIR
-    with wrap_storage_errors(directory):
+    with storage_call(directory):
         earlier_heads = _record_leases(directory, epoch, delays)
     check_newest_head(run)  # after the file was written: otherwise a new head might not have seen it
     is_storage_working = True
@@ -68,8 +68,7 @@ def hold_leases(
 def _record_leases(directory: Path, epoch: int, delays: Mapping[str, float]) -> dict[str, EarlierProcess]:
     """Write the file of a head, and return the processes that heads of earlier epochs may have left, by name."""
     earlier_heads = _read_earlier_heads(directory, epoch)
-    with watch_storage(directory):
-        directory.mkdir(exist_ok=True)
+    directory.mkdir(exist_ok=True)
     all_delays = _merge_delays(_read_delays(directory, epoch), delays)
     write_atomically(_get_lease_file(directory, epoch), msgspec.json.encode(all_delays))
     return earlier_heads
@@ -100,7 +99,7 @@ def _merge_delays(delays: Mapping[str, float], others: Mapping[str, float]) -> d
 def _read_delays(directory: Path, epoch: int) -> dict[str, float]:
     path = _get_lease_file(directory, epoch)
     try:
-        return msgspec.json.decode(read_bytes(path), type=dict[str, float])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, float])
     except FileNotFoundError:
         return {}
     except msgspec.MsgspecError as error:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ramify.core.watchdog import watch_storage
 from ramify.launch.devices import list_visible_gpus
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessStart
 from ramify.launch.machine import count_usable_cores, get_usable_memory
@@ -17,7 +16,7 @@ from ramify.processes.log import ProcessLog
 from ramify.processes.prefork import PreforkClient
 from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
 from ramify.run.fencing.lease import RoleLeases
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 
 
 class LocalLauncher:
@@ -107,7 +106,7 @@ class LocalSlot:
         """Write the files and start the process, forked from the fork server if that is possible."""
         for name, text in start.files.items():
             path = self.directory / name
-            with wrap_storage_errors(path), watch_storage(path):
+            with storage_call(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
         if start.releases_port:
@@ -124,7 +123,7 @@ class LocalSlot:
         if self._pending_signal is not None:
             child.send_signal(self._pending_signal)
         client = self._prefork_client
-        with wrap_storage_errors(log.path):
+        with storage_call(log.path):
             output = log.open()
         with output:
             if client is None or not await child.start_preforked(client, start.preload_modules, output.fileno()):

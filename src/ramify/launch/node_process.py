@@ -20,7 +20,7 @@ from ramify.launch.local_launcher import LocalSlot
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.lease import LeaseHolder, LeaseTerms, read_lease_clock
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 
 MAX_LOG_BYTES = 64 * 1024  # of output in a reply: small replies are sent directly, not through a store of objects
 RELEASE_BYTES = 1024 * 1024  # of output that the head has, before their space on the node's disk is released
@@ -86,7 +86,7 @@ class NodeProcess:
         self._release_bytes = release_bytes
         self._slot = slot_class(host=host, has_port=True, is_detached=True)
         self._log = ProcessLog(self._slot.directory / "output.log", append=True)  # /dev/stdout, too
-        with wrap_storage_errors(self._log.path):
+        with storage_call(self._log.path):
             self._log.open().close()
         self._node, self._lease = node, LeaseHolder(terms)
         self._is_started = self._has_start_failed = False
@@ -159,7 +159,7 @@ class NodeProcess:
         if offset - self._num_released >= self._release_bytes:
             self._log.release_space(offset)
             self._num_released = offset
-        with wrap_storage_errors(self._log.path), self._log.path.open("rb") as log:
+        with storage_call(self._log.path), self._log.path.open("rb") as log:
             size = log.seek(0, 2)
             log.seek(offset)
             return log.read(MAX_LOG_BYTES), size

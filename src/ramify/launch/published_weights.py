@@ -12,7 +12,7 @@ from ramify.core.watchdog import watch_storage
 from ramify.launch.head import read_local_state
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.config import RunConfig
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 from ramify.train.weights_directory import get_weights_directory, lock_directory, remove_stale_directories
 
 SERVED_DIR = "served"
@@ -110,7 +110,7 @@ def save_final_weights(config: RunConfig) -> None:
     if newest is None or newest.parent == directory:
         return
     num_bytes = sum(file.stat().st_size for file in newest.rglob("*"))
-    with wrap_storage_errors(directory), watch_storage(directory, num_bytes):
+    with storage_call(directory, num_bytes):
         _copy_weights(newest, directory)
 
 

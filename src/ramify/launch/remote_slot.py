@@ -15,13 +15,12 @@ from typing import IO, Protocol
 
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import PeerLost, ProcessReplaced
-from ramify.core.watchdog import watch_storage
 from ramify.launch.launcher import ProcessStart
 from ramify.launch.node_process import NODE_PYTHON, ExchangeReply, ExchangeRequest, SlotAddress
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.lease import RoleLeases, read_lease_clock
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 
 STOP_INTERVAL = 0.1  # seconds between two calls while the process is being stopped
 
@@ -84,7 +83,7 @@ class RemoteSlot:
         """Begin to call the node, which starts the process; whether it could is seen by `wait` and in the log."""
         command = tuple(NODE_PYTHON if word == sys.executable else word for word in start.command)
         self._request = replace(self._request, start=replace(start, command=command))
-        with wrap_storage_errors(log.path):
+        with storage_call(log.path):
             output = log.open()
         self._replied_at, self.has_exited = time.monotonic(), False
         self._task = asyncio.create_task(self._exchange_until_exit(output), name=f"exchange {self.node}")
@@ -155,7 +154,7 @@ class RemoteSlot:
 
     def _record_reply(self, reply: ExchangeReply, log: IO[bytes]) -> bool:
         """Record a reply, and grant its renewal. Return whether the process has exited and all output is here."""
-        with wrap_storage_errors(Path(log.name)), watch_storage(log.name):
+        with storage_call(Path(log.name)):
             log.write(reply.output)
             log.flush()
         request, offset = self._request, self._request.log_offset + len(reply.output)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ramify.core.errors import RunBusy, StorageFailed
-from ramify.core.watchdog import watch_storage
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 from ramify.run.store.locks import describe_holders, find_writer, write_holder
 
 LOCK_SUFFIX = "lock"  # of the file beside the run directory
@@ -31,7 +30,7 @@ class RunSupervisor(NamedTuple):
 @contextlib.contextmanager
 def lock_run(path: Path) -> Generator[None]:
     """Lock the run for one supervisor. Raises RunBusy if another one holds the lock."""
-    with wrap_storage_errors(path), watch_storage(path):
+    with storage_call(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(_get_lock_file(path), os.O_RDWR | os.O_CREAT, 0o644)
     with os.fdopen(fd):

@@ -17,7 +17,7 @@ from ramify import __version__
 from ramify.core.files import read_bytes, write_atomically
 from ramify.launch.process import EarlierProcess
 from ramify.run.fencing.token import FencingToken
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 
 if TYPE_CHECKING:
     from ramify.launch.supervisor import ProcessStatus
@@ -46,7 +46,7 @@ class RunRecord:
             process.name: {**asdict(process), "state": process.state.value, "seconds": round(process.seconds, 1)}
             for process in processes
         }
-        with wrap_storage_errors(self.file):
+        with storage_call(self.file):
             write_atomically(self.file, json.dumps({**self._header, "processes": rows}, indent=2))
 
 

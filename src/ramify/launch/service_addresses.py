@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from ramify.launch.process import ProcessSpec
 from ramify.launch.supervisor import ALIVE_STATES, ProcessStatus
 from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, write_addresses
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 
 
 class ServiceAddresses:
@@ -22,7 +22,7 @@ class ServiceAddresses:
         self._run_directory = run_directory
         self._services = {spec.name: spec.service for spec in specs if spec.service}
         self._written: dict[str, list[str]] = {}
-        with wrap_storage_errors(run_directory):
+        with storage_call(run_directory):
             (run_directory / ADDRESS_BOOK_FILE).unlink(missing_ok=True)
 
     def update(self, statuses: Sequence[ProcessStatus]) -> None:
@@ -33,6 +33,6 @@ class ServiceAddresses:
                 url = urlsplit(status.address)
                 addresses.setdefault(self._services[status.name], []).append(f"{url.scheme}://{url.netloc}")
         if addresses != self._written:
-            with wrap_storage_errors(self._run_directory):
+            with storage_call(self._run_directory):
                 write_addresses(self._run_directory, addresses)
             self._written = addresses

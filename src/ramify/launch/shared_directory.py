@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ramify.core.errors import ConfigInvalid
 from ramify.core.watchdog import watch_storage
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 from ramify.run.store.image_store import MEDIA_DIR
 from ramify.run.store.run_directory import move_aside
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
@@ -35,7 +35,7 @@ def link_shared_directory(run: Path, shared: Path) -> None:
 
     Raises ConfigInvalid if the run directory has such files of its own.
     """
-    with wrap_storage_errors(shared), watch_storage(shared):
+    with storage_call(shared):
         run.mkdir(parents=True, exist_ok=True)
         for name in SHARED_SUBDIRECTORIES:
             target, link = shared.absolute() / name, run / name
@@ -61,7 +61,7 @@ def move_shared_aside(run: Path, shared: Path) -> Path | None:
 
     Return the new path of the run directory; None if there was none.
     """
-    with wrap_storage_errors(shared), watch_storage(shared):
+    with storage_call(shared):
         old_run = move_aside(run) if run.exists() else None
         for name in SHARED_SUBDIRECTORIES:
             number, directory = 1, shared.absolute() / name

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 
 PREFIX = "ramify-slot-"
 LOCK_FILE = ".lock"
@@ -23,7 +23,7 @@ class SlotDirectory:
 
     def __init__(self) -> None:
         temp_root = Path(tempfile.gettempdir())
-        with wrap_storage_errors(temp_root):
+        with storage_call(temp_root):
             _remove_abandoned(temp_root)
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temp_root))
             new_lock = self.path / f"{LOCK_FILE}.new"

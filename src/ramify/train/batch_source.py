@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ramify.core.errors import ConfigInvalid, DataCorrupt
 from ramify.core.files import write_atomically
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 from ramify.trace.version import PolicyVersion
 from ramify.train.batch import Batch, PackSpec, count_entries, repack, split_across_ranks
 from ramify.train.batch_codec import decode_batch
@@ -65,7 +65,7 @@ class BatchRecording:
 
         Raises StorageFull or StorageFailed.
         """
-        with wrap_storage_errors(self.directory):
+        with storage_call(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             write_atomically(self.directory / FILE_NAME.format(step=step, rank=rank), data)
             for _, other_rank, other_path in self._list_files(step) if rank == 0 else ():

@@ -29,7 +29,7 @@ from ramify.model.resolve import WEIGHTS_NAME_PATTERN
 from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
 from ramify.model.weights import get_untied_tensors
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call, wrap_storage_errors
 from ramify.trace import PolicyVersion
 from ramify.train.distributed import Ranks, gather_full_tensor
 from ramify.train.lora import BASE_LAYER_SUFFIX, is_adapter_weight, merge_adapter
@@ -105,7 +105,7 @@ class WeightPublisher:
             tensors = self._gather_weights(trainer, is_writer=is_writer)
             with self.ranks.raise_together():
                 if is_writer and self._buffer is not None:
-                    with wrap_storage_errors(self.directory):
+                    with storage_call(self.directory):
                         self._buffer.announce(version, path.name)
                     self._announced = (version, path)
                 elif is_writer:
@@ -141,7 +141,7 @@ class WeightPublisher:
         device = trainer.device if self.share_buffer else "cpu"
         tensors = {name: tensor.to(self.dtype).to(device) for name, tensor in iter_merged_weights(trainer) if is_writer}
         if is_writer and self.share_buffer:
-            with wrap_storage_errors(self.directory):
+            with storage_call(self.directory):
                 self._buffer = WeightBuffer(tensors, self.directory, self.incarnation)
         return tensors
 
@@ -192,7 +192,7 @@ class WeightPublisher:
         """Remove a version. Its directory is removed last, because `prune` lists directories."""
         if self.url is not None:
             remove_uploaded_weights(path.name, self.url)
-        with wrap_storage_errors(self.directory):
+        with storage_call(self.directory):
             remove_directory(path)
 
 

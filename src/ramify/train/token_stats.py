@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ramify.core.errors import DataCorrupt
 from ramify.core.files import write_atomically
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 from ramify.trace import Forest, Trace
 from ramify.trace.columns import Float32Array, Int32Array
 
@@ -90,7 +90,7 @@ class TokenStatsWriter:
         self._packs.clear()
         archive = io.BytesIO()
         np.savez_compressed(archive, allow_pickle=False, **_concat_columns(stats))
-        with wrap_storage_errors(self._directory):
+        with storage_call(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
             path = self._directory / FILE_NAME.format(step=step, token=token, rank=self._rank)
             write_atomically(path, archive.getvalue())

@@ -6,7 +6,7 @@ from typing import IO
 from ramify.core.errors import ProcessDied
 from ramify.processes.server_process import ServerProcess
 from ramify.rollout.envserver.config import EnvServerConfig
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 
 STOP_MARGIN = 30.0  # seconds to stop the workers, after `shutdown_timeout` seconds for running attempts
 
@@ -27,5 +27,5 @@ class EnvServerProcess(ServerProcess):
 
     def open_files(self) -> IO[bytes]:
         """Write the configuration file, and open the log. Raises StorageFull or StorageFailed."""
-        with wrap_storage_errors(self.log.path):
+        with storage_call(self.log.path):
             return super().open_files()

@@ -8,7 +8,7 @@ from ramify.core.errors import ProviderError
 from ramify.infer.config import ServeConfig
 from ramify.processes.interpreter import ENGINE_PYTHON_VARIABLE
 from ramify.processes.server_process import ServerProcess
-from ramify.run.store import wrap_storage_errors
+from ramify.run.store import storage_call
 
 STOP_TIMEOUT = 10.0  # seconds between SIGTERM and SIGKILL
 
@@ -32,5 +32,5 @@ class EngineProcess(ServerProcess):
 
     def open_files(self) -> IO[bytes]:
         """Write the configuration file, and open the log. Raises StorageFull or StorageFailed."""
-        with wrap_storage_errors(self.log.path):
+        with storage_call(self.log.path):
             return super().open_files()

@@ -27,7 +27,7 @@ from ramify.rollout.evals.rollout_runner import RolloutRunner, open_rollout_runn
 from ramify.rollout.evals.stats import Estimate, clustered_mean
 from ramify.rollout.evals.summary import build_row, flatten_row
 from ramify.rollout.evals.watchdog import LoopWatchdog
-from ramify.run.store import RolloutRecord, RunStore, default_run_name, open_run, wrap_storage_errors
+from ramify.run.store import RolloutRecord, RunStore, default_run_name, open_run, storage_call
 from ramify.run.store.environments import (
     ObservedEnvironment,
     check_no_changes,
@@ -183,7 +183,7 @@ async def evaluate_async(
             await _check_images_of_first_new_task(config, environment, rollouts, rows)
         observed = await _observe_environment(environment, rollouts, config)
         revision = _check_environment(store, observed, display, accept=accept_changes)
-        with wrap_storage_errors(path):
+        with storage_call(path):
             write_toml(config, path / "config.toml")
             if keep_workdirs:
                 (path / WORK_DIR).mkdir(exist_ok=True)

@@ -38,7 +38,7 @@ from ramify.run.store.index import (
 )
 from ramify.run.store.locks import describe_holders, write_holder
 from ramify.run.store.rollout_table import FrameLocation, RolloutRecord
-from ramify.run.store.run_writer import RunWriter, wrap_storage_errors
+from ramify.run.store.run_writer import RunWriter, storage_call, wrap_storage_errors
 from ramify.run.store.schema_version import check_version, set_version
 from ramify.run.store.segment_log import SegmentLog
 from ramify.trace import Episode, Trace, decode_episode, encode_episode
@@ -79,7 +79,7 @@ class RunStore:
         lacks the fact `required_fact`, which is the first that a new run stores. With `write`, the pages of the index
         and its checksum are checked too. Raises RunDamaged if another version of Ramify wrote the index.
         """
-        with wrap_storage_errors(path), watch_storage(path) as call:
+        with storage_call(path) as call:
             check_index_file(path)
             if (path / DATABASE_NAME).is_file():
                 call.num_bytes = (path / DATABASE_NAME).stat().st_size  # all of it is checked
@@ -148,7 +148,7 @@ class RunStore:
 
     def select(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows that an SQL query finds in the last committed state of the tables."""
-        with wrap_storage_errors(self.path), watch_storage(self.path):
+        with storage_call(self.path):
             return self._reader.execute(query, values).fetchall()
 
     def select_records(self, build: Callable[[tuple[Any, ...]], T], query: str, values: Sequence[Any] = ()) -> list[T]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ramify.core.errors import StorageFailed, StorageFull
-from ramify.core.watchdog import watch_storage
+from ramify.core.watchdog import StorageCall, watch_storage
 from ramify.run.store.image_store import ImageStore
 from ramify.run.store.rollout_table import FrameLocation
 from ramify.run.store.segment_log import SegmentLog
@@ -169,6 +169,13 @@ def wrap_storage_errors(path: Path) -> Generator[None]:
         yield
     except (OSError, sqlite3.Error) as error:
         raise to_storage_error(error, path) from error
+
+
+@contextlib.contextmanager
+def storage_call(path: Path, num_bytes: int = 0) -> Generator[StorageCall]:
+    """Do what `wrap_storage_errors` does, for one call on storage that may hang: the watchdog watches it."""
+    with wrap_storage_errors(path), watch_storage(path, num_bytes) as call:
+        yield call
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -23,7 +23,7 @@ from ramify.core.errors import RamifyError, StorageFull
 from ramify.core.interactive import AwaitableResult
 from ramify.core.names import format_count
 from ramify.model.resolve import fetch_model
-from ramify.run.store import RunStore, open_run, wrap_storage_errors
+from ramify.run.store import RunStore, open_run, storage_call
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.run_log import RunLog, read_metrics_by_step
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
@@ -90,7 +90,7 @@ def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | Non
         with ranks.raise_together():
             if ranks.is_first:
                 store = stack.enter_context(open_run(plan.path, plan.identity, fresh=fresh))
-                with wrap_storage_errors(plan.path):
+                with storage_call(plan.path):
                     write_toml(config, plan.path / "config.toml")
                 Ledger.open(store)
         stop = stack.enter_context(_stop_on_signal())
