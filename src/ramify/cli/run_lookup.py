@@ -6,6 +6,7 @@ from pathlib import Path
 from ramify.cli.arguments import format_resume_command
 from ramify.core.errors import ConfigInvalid, RamifyError
 from ramify.core.names import find_similar, format_count
+from ramify.core.watchdog import watch_storage
 from ramify.run.store import RolloutRecord, RunStore
 from ramify.run.store.index import DATABASE_NAME, check_index_file
 from ramify.run.store.ledger import Ledger
@@ -22,11 +23,12 @@ def open_run_readonly(name: str) -> RunStore:
 
 def find_run(name: str) -> Path:
     """Return the directory of the run with this name or path. Raises RunDamaged for one that has lost its index."""
-    for path in (Path(name), OUTPUT_DIR / name):
-        check_index_file(path)
-        if (path / DATABASE_NAME).is_file():
-            return path
-    raise ConfigInvalid(f"no run {name!r}; {_suggest_run(name)}")
+    with watch_storage(name):
+        for path in (Path(name), OUTPUT_DIR / name):
+            check_index_file(path)
+            if (path / DATABASE_NAME).is_file():
+                return path
+        raise ConfigInvalid(f"no run {name!r}; {_suggest_run(name)}")
 
 
 def _suggest_run(name: str) -> str:

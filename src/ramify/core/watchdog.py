@@ -34,8 +34,10 @@ class WatchdogSettings:
     poll_interval: float = 0.25
     storage_limit: float = 600.0
     """Time for one call on a file system."""
+    ending_limit: float = 60.0
+    """The same, once the work of the process has failed or was interrupted."""
     min_transfer_rate: float = 10e6
-    """Bytes per second; a call that reads or writes many bytes may take longer than `storage_limit`."""
+    """Bytes per second; a call that reads or writes many bytes may take longer than its limit."""
     warning_delay: float = 30.0
     """Time after which a line says which call is still in flight."""
 
@@ -73,6 +75,8 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self.cleanups: list[Callable[[], None]] = []
         """Called before the process ends."""
+        self.is_ending = False
+        """Whether the work of the process has failed or was interrupted."""
 
     def watch_storage(self, path: Path | str, num_bytes: int = 0) -> StorageCall:
         """Register a call on a file system while the `with` block runs, which must not take long by itself."""
@@ -111,9 +115,10 @@ class Watchdog:
     def poll(self) -> None:
         """Look at everything once."""
         interval, settings = self.settings.poll_interval, self.settings
+        limit = settings.ending_limit if self.is_ending else settings.storage_limit
         for call in list(self._calls.values()):
             call.seconds += interval
-            if call.seconds > settings.storage_limit + call.num_bytes / settings.min_transfer_rate:
+            if call.seconds > limit + call.num_bytes / settings.min_transfer_rate:
                 problem = f"{call.path}: the storage has not answered for {call.seconds:.0f} s"
                 self._fail(f"{StorageFailed.name}: {problem}; check the disk and the mounts, then repeat the command")
             elif call.seconds - interval < settings.warning_delay <= call.seconds:

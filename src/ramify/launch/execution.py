@@ -12,7 +12,7 @@ from ramify.core.async_calls import call_storage
 from ramify.core.display import open_display
 from ramify.core.errors import ProviderError, RamifyError, StorageFailed
 from ramify.core.interactive import AwaitableResult, call_interruptible, run_coroutine
-from ramify.core.watchdog import watch_storage
+from ramify.core.watchdog import WATCHDOG, watch_storage
 from ramify.launch.cluster_plan import ClusterPlan
 from ramify.launch.completion import mark_finished, prepare_run_directory, replicate_run
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
@@ -71,7 +71,7 @@ def execute_plan(
     """
     config, path, print_line = plan.config, plan.config.path, display.print_line
     with plan.reservation, contextlib.nullcontext() if is_locked else lock_run(path):
-        epoch = 0
+        epoch, WATCHDOG.is_ending = 0, False
         if config.shared_path is not None:
             epoch = call_interruptible(
                 partial(prepare_head, config, fresh=fresh, accept_changes=accept_changes, print_line=print_line), "head"

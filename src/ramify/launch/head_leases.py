@@ -50,14 +50,10 @@ def hold_leases(
     with storage_call(directory):
         earlier_heads = _record_leases(directory, epoch, delays)
     check_newest_head(run)  # after the file was written: otherwise a new head might not have seen it
-    is_storage_working = True
     try:
         yield {**earlier_heads, **earlier}
-    except StorageFailed:
-        is_storage_working = False
-        raise
     finally:
-        is_recorded = is_storage_working and read_record(run).get("pid") == os.getpid()
+        is_recorded = read_record(run).get("pid") == os.getpid()
         if is_recorded and not any(process.may_run for process in read_earlier_processes(run).values()):
             try:
                 _remove_leases(directory, epoch)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from ramify.core.errors import StorageFailed, WeightsRefused
+from ramify.core.errors import WeightsRefused
 from ramify.core.files import create_directory, remove_directory
 from ramify.core.watchdog import watch_storage
 from ramify.launch.head import read_local_state
@@ -81,24 +81,19 @@ def _remove_directories(directories: Sequence[Path], print_line: Callable[[str],
 def hold_weights_directory(config: RunConfig, print_line: Callable[[str], None] = print) -> Generator[None]:
     """Lock the weights directory of a run, so that no other run removes it as stale.
 
-    At the end, a directory in shared memory is removed, and so are the weights that engines were started with, unless
-    the storage has failed. Those of earlier heads are removed at the start: a lost head could not do so.
+    At the end, a directory in shared memory is removed, and so are the weights that engines were started with. Those
+    of earlier heads are removed at the start: a lost head could not do so.
     """
     directory = config.weights_directory
     remove_stale_directories()
     if config.shared_path is not None:
         earlier = [directory / f"{SERVED_DIR}-{epoch}" for epoch in range(_read_epoch(config))]
         _remove_directories(earlier, print_line)
-    is_storage_working = True
     try:
         with lock_directory(directory):
             yield
-    except StorageFailed:
-        is_storage_working = False
-        raise
     finally:
-        if is_storage_working:
-            _remove_directories([get_served_directory(config)], print_line)
+        _remove_directories([get_served_directory(config)], print_line)
         remove_stale_directories()
 
 

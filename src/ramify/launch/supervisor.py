@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from ramify.core.async_calls import call_storage, cancel_all
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError
+from ramify.core.watchdog import WATCHDOG
 from ramify.launch.launcher import Launcher
 from ramify.launch.liveness import get_process_state, wait_for_silence, watch_reachability
 from ramify.launch.local_launcher import LocalLauncher
@@ -384,6 +385,7 @@ class Supervisor:
         """End the run, unless another event has already ended it."""
         if self._outcome.done():
             return
+        WATCHDOG.is_ending = outcome is not RunOutcome.FINISHED
         if isinstance(outcome, RunOutcome):
             self._outcome.set_result(outcome)
         else:

@@ -43,6 +43,11 @@ class PendingChange:
     images: Sequence[Media] = ()
     future: "Future[None]" = field(default_factory=lambda: Future[None]())
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the frames and the images."""
+        return sum(len(data) for data in (*self.frames, *(image.data for image in self.images)))
+
 
 class RunWriter:
     """A thread that owns the segments, the images and the writing connection of the run at `path`."""
@@ -90,17 +95,18 @@ class RunWriter:
     def _commit_loop(self) -> None:
         with watch_storage(self.path):
             connection = self._connect()
-        with contextlib.closing(connection):
+        try:
             is_open = True
             while is_open:
                 queued, is_open = self._take_queued()
                 changes = [change for change in queued if change.future.set_running_or_notify_cancel()]
-                num_bytes = sum(len(frame) for change in changes for frame in change.frames)
-                num_bytes += sum(len(image.data) for change in changes for image in change.images)
-                with watch_storage(self.path, num_bytes):
-                    if changes:
+                if changes:
+                    with watch_storage(self.path, sum(change.num_bytes for change in changes)):
                         self._commit(connection, changes)
-            self._segments.close()
+        finally:
+            with watch_storage(self.path):
+                connection.close()
+                self._segments.close()
 
     def _take_queued(self) -> tuple[list[PendingChange], bool]:
         """Wait for a change, then return all that are queued, and whether the writer is still open."""
