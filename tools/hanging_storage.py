@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Steps = Generator[None]  # yields when all is prepared; what follows is the call on storage that hangs
 PF_EXITING = 4  # flag of the kernel for a task that is ending
-MAX_WAIT = 40.0  # seconds after which a call that has not ended hangs for good
+MAX_WAIT = 60.0  # seconds after which a call that has not ended hangs for good
 TINY = Path(__file__).parent.parent / "src/ramify/model/bundled/tiny"
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 

@@ -4,9 +4,8 @@ It watches every call on a file system. Such a call never returns if the mount i
 ended. So nobody waits for storage with a timeout of its own: a call is registered while it is in flight, and if it is
 still there after `storage_limit` seconds, plus the time that its bytes need, the process ends with StorageFailed.
 
-    storage that hangs   meanwhile                                       in the end
-    run directory        what needs the storage waits                    the process ends
-    shared storage       the same; commits are retried, a trainer waits  the process ends, ten minutes later at most
+    the run directory hangs    what needs it waits, and the process ends by name
+    shared storage hangs       the same, and failed commits are tried again for as long, while the trainer waits
 
 The watchdog adds up the intervals of its polls instead of reading a clock: there are no polls while the process or the
 machine is suspended. Others add checks of their own, which are called at every poll.
@@ -15,6 +14,7 @@ machine is suspended. Others add checks of their own, which are called at every 
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +143,8 @@ class Watchdog:
                 self._thread.start()
 
     def _poll_loop(self) -> None:
-        never = threading.Event()
-        while not never.wait(self.settings.poll_interval):
+        while True:
+            time.sleep(self.settings.poll_interval)
             self.poll()
 
 

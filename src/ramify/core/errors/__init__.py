@@ -378,7 +378,7 @@ class StorageFull(PermanentFailure):
 
 
 class StorageFailed(PermanentFailure):
-    """The run directory could not be read or written.
+    """The run directory or shared storage could not be read or written, or has not answered for ten minutes.
 
     Read the reason in the message; check permissions, mounts and the disk, then repeat the command.
     """
