@@ -92,9 +92,14 @@ class Watchdog:
         """Remove a call that has returned."""
         self._calls.pop(id(call), None)  # a forked process has forgotten it
 
-    def list_paths(self) -> list[str]:
-        """Return the paths of the calls in flight."""
-        return [str(call.path) for call in list(self._calls.values())]
+    def list_calls(self, min_seconds: float = 0.0) -> list[StorageCall]:
+        """Return the calls that have been in flight for `min_seconds`."""
+        return [call for call in list(self._calls.values()) if call.seconds >= min_seconds]
+
+    def get_limit(self, call: StorageCall) -> float:
+        """Return the seconds for which a call may be in flight."""
+        limit = self.settings.ending_limit if self.is_ending else self.settings.storage_limit
+        return limit + call.num_bytes / self.settings.min_transfer_rate
 
     def add_check(self, check: Callable[[], None]) -> None:
         """Call a function at every poll, in the thread of the watchdog."""
@@ -114,14 +119,13 @@ class Watchdog:
 
     def poll(self) -> None:
         """Look at everything once."""
-        interval, settings = self.settings.poll_interval, self.settings
-        limit = settings.ending_limit if self.is_ending else settings.storage_limit
-        for call in list(self._calls.values()):
+        interval = self.settings.poll_interval
+        for call in self.list_calls():
             call.seconds += interval
-            if call.seconds > limit + call.num_bytes / settings.min_transfer_rate:
+            if call.seconds > self.get_limit(call):
                 problem = f"{call.path}: the storage has not answered for {call.seconds:.0f} s"
                 self._fail(f"{StorageFailed.name}: {problem}; check the disk and the mounts, then repeat the command")
-            elif call.seconds - interval < settings.warning_delay <= call.seconds:
+            elif call.seconds - interval < self.settings.warning_delay <= call.seconds:
                 print_from_thread(f"warning: {call.path}: the storage has not answered for {call.seconds:.0f} s")
         with self._lock:
             for check in list(self._checks):

@@ -6,10 +6,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ramify.core.names import format_count
+from ramify.core.watchdog import WATCHDOG
 from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.snapshot import OrchestratorState
 from ramify.processes.wire.message import ServerState
 
+MIN_STORAGE_WAIT = 5.0  # seconds after which a call on storage is listed as a wait
 REWARD_CURVE_POINTS = 40  # latest steps whose mean reward the status includes
 
 
@@ -25,6 +27,9 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
             {"who": who, "waits_for": what, "since_s": round(since, 1), "deadline_s": timeout, "detail": detail}
         )
 
+    for call in WATCHDOG.list_calls(min_seconds=MIN_STORAGE_WAIT):
+        advice, limit = "check the disk and the mounts", WATCHDOG.get_limit(call)
+        add_wait("orchestrator", f"the storage of {call.path}", advice, since=call.seconds, timeout=limit)
     admission, num_in_flight = run.core.admission, run.dispatcher.num_in_flight
     trainer_service, weight_updater = run.trainer_service, run.weight_updater
     acknowledged = run.core.ledger_progress.acknowledged
