@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ramify.core.errors import RamifyError
+from ramify.core.errors import RamifyError, StorageFailed
 from ramify.core.watchdog import WATCHDOG, Watchdog, WatchdogSettings
 from ramify.launch.run_record import RECORD_FILE, read_record
 from ramify.model.manifest import MANIFEST_FILE, Manifest
@@ -40,7 +40,7 @@ read_bytes(Path(sys.argv[1]))
 """
 
 
-class RecordedFailures(list[str]):
+class RecordedFailures(list[RamifyError]):
     """The failures of a watchdog that does not end its process, which polls only when a test does."""
 
     def __init__(self) -> None:
@@ -62,8 +62,10 @@ def test_call_that_is_in_flight_for_too_many_polls_is_named(failures):
         failures.poll(10)
         assert failures == []
         failures.poll(1)
-    problem = "StorageFailed: /mnt/run: the storage has not answered for 11 s"
-    assert failures == [f"{problem}; check the disk and the mounts, then repeat the command"]
+    (error,) = failures
+    assert isinstance(error, StorageFailed)
+    problem = "/mnt/run: the storage has not answered for 11 s"
+    assert error.message == f"{problem}; check the disk and the mounts, then repeat the command"
 
 
 def test_call_of_many_bytes_may_take_longer(failures):
@@ -115,7 +117,7 @@ def test_thread_polls_and_names_the_call(tmp_path):
     watchdog = Watchdog(settings, fail=failures.append)
     with watchdog.watch_storage(tmp_path):
         wait_until(lambda: failures)
-    assert failures[0].startswith(f"StorageFailed: {tmp_path}: the storage has not answered")
+    assert failures[0].message.startswith(f"{tmp_path}: the storage has not answered")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from ramify.cli.commands import COMMANDS, CliCommand, ConfigCommand, OneOf, load
 from ramify.core.errors import ConfigInvalid, RamifyError
 from ramify.core.names import suggest
 from ramify.core.terminal import escape_output, print_exception
+from ramify.core.watchdog import WATCHDOG
 from ramify.processes.log import report_failure
 
 
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_with_exit_code(argv: Sequence[str] | None) -> int:
+    WATCHDOG.report = _print_failure
     try:
         exit_code = _run(sys.argv[1:]) if argv is None else _run(list(argv), owns_process=False)
         sys.stdout.flush()  # inside `try`: it may raise BrokenPipeError

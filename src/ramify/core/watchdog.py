@@ -17,11 +17,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from ramify.core.errors import StorageFailed
+from ramify.core.errors import RamifyError, StorageFailed
 
 EXIT_FAILED = 1
 PRINT_TIMEOUT = 2.0  # seconds for a message: the log that it goes to may be on the storage that hangs
@@ -63,18 +64,22 @@ class StorageCall:
 class Watchdog:
     """Polls the calls in flight and the added checks. Its thread starts with the first of them.
 
-    `fail` is called with the message of a failure, in place of the end of the process.
+    `fail` is called with a failure, in place of the end of the process.
     """
 
-    def __init__(self, settings: WatchdogSettings | None = None, fail: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, settings: WatchdogSettings | None = None, fail: Callable[[RamifyError], None] | None = None
+    ) -> None:
         self.settings = settings or WatchdogSettings()
-        self._fail = fail or self.end_process
+        self._fail = fail or self._end_with_failure
         self._calls: dict[int, StorageCall] = {}
         self._checks: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # a check may end the process; none runs after it was removed
         self._thread: threading.Thread | None = None
         self.cleanups: list[Callable[[], None]] = []
         """Called before the process ends."""
+        self.report: Callable[[RamifyError], object] = _print_failure
+        """Prints the failure that ends the process."""
         self.is_ending = False
         """Whether the work of the process has failed or was interrupted."""
 
@@ -124,21 +129,25 @@ class Watchdog:
             call.seconds += interval
             if call.seconds > self.get_limit(call):
                 problem = f"{call.path}: the storage has not answered for {call.seconds:.0f} s"
-                self._fail(f"{StorageFailed.name}: {problem}; check the disk and the mounts, then repeat the command")
+                self._fail(StorageFailed(f"{problem}; check the disk and the mounts, then repeat the command"))
             elif call.seconds - interval < self.settings.warning_delay <= call.seconds:
-                print_from_thread(f"warning: {call.path}: the storage has not answered for {call.seconds:.0f} s")
+                line = f"warning: {call.path}: the storage has not answered for {call.seconds:.0f} s"
+                _call_in_time(partial(print_unlocked, line))
         with self._lock:
             for check in list(self._checks):
                 check()
 
-    def end_process(self, message: str, exit_code: int = EXIT_FAILED) -> NoReturn:
+    def end_process(self, print_message: Callable[[], object], exit_code: int = EXIT_FAILED) -> NoReturn:
         """Print a message and exit at once: threads that hang cannot be ended."""
         for clean_up in self.cleanups:
             clean_up()
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h")  # the display has hidden the cursor
-        print_from_thread(message)
+        _call_in_time(print_message)
         os._exit(exit_code)
+
+    def _end_with_failure(self, error: RamifyError) -> NoReturn:
+        self.end_process(partial(self.report, error))
 
     def _start(self) -> None:
         with self._lock:
@@ -152,9 +161,18 @@ class Watchdog:
             self.poll()
 
 
-def print_from_thread(message: str) -> None:
-    """Write a message to standard error from a thread that may hang; `sys.stderr` may be locked by another one."""
-    thread = threading.Thread(target=os.write, args=(2, f"{message}\n".encode()), daemon=True)
+def print_unlocked(message: str) -> None:
+    """Print a line to standard error; `sys.stderr` may be locked by a thread that hangs."""
+    os.write(2, f"{message}\n".encode())
+
+
+def _print_failure(error: RamifyError) -> None:
+    print_unlocked(f"{error.name}: {error.message}")
+
+
+def _call_in_time(print_message: Callable[[], object]) -> None:
+    """Call a function in a thread, which is left behind if it hangs."""
+    thread = threading.Thread(target=print_message, daemon=True)
     thread.start()
     thread.join(PRINT_TIMEOUT)
 

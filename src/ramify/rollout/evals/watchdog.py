@@ -18,12 +18,13 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Mapping
+from functools import partial
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 from ramify.core.errors import ProcessDied
 from ramify.core.terminal import escape_controls
-from ramify.core.watchdog import EXIT_FAILED, WATCHDOG
+from ramify.core.watchdog import EXIT_FAILED, WATCHDOG, print_unlocked
 from ramify.processes.cleanup import kill_descendants
 from ramify.processes.wire import LoopMonitor
 from ramify.rollout.evals.crash_report import CrashReporter
@@ -120,7 +121,7 @@ class LoopWatchdog:
             self._end_process(f"{ProcessDied.name}: {problem}", EXIT_FAILED)
 
     def _end_process(self, message: str, exit_code: int) -> NoReturn:
-        WATCHDOG.end_process(escape_controls(f"{message}\n{self._advice}"), exit_code)
+        WATCHDOG.end_process(partial(print_unlocked, escape_controls(f"{message}\n{self._advice}")), exit_code)
 
     def _clean_up(self) -> None:
         """Kill all child processes before this process ends."""
