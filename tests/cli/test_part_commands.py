@@ -8,13 +8,13 @@ import pytest
 from ramify.cli.app import main
 from ramify.core.config import parse, parse_component
 from ramify.infer.config import ExternalConfig, ServeConfig
-from ramify.launch.devices import Gpu
-from ramify.launch.plan import build_plan
+from ramify.launch.machine import Gpu
 from ramify.launch.ports import build_source_addresses
 from ramify.launch.process_configs import build_env_server_config, build_serve_config, build_trainer_config
 from ramify.orchestrate.config import RunConfig
 from ramify.rollout.envserver.config import EnvServerConfig, StaticPoolConfig
 from ramify.train.process_config import TrainerProcessConfig
+from tests.support.plans import open_place, plan_here
 
 RUN = """
 name = "whole"
@@ -86,14 +86,14 @@ def test_serve_listens_at_the_base_url_of_the_run(file, capsys):
 
 @pytest.mark.process
 @pytest.mark.parametrize("table", ["", 'dtype = "float32"', 'dtype = "bfloat16"', 'device = "cpu"'])
-@pytest.mark.parametrize("gpus", [[], [Gpu("0", "a GPU", 80 << 30)]], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("gpus", [[], [Gpu("0", 80 << 30)]], ids=["cpu", "gpu"])
 def test_serve_uses_the_dtype_of_a_single_machine_run(file, gpus, table, monkeypatch):
     """With the dtype of the checkpoint, engine and trainer once computed in different types."""
     monkeypatch.setattr("ramify.launch.process_configs.list_visible_gpus", lambda: gpus)
     any_port = RUN.replace(":5100", ":0")  # the plan reserves its ports
     Path("run.toml").write_text(f"{any_port}[trainer]\n{table}\n")
     run = parse(RunConfig, ["@", file])
-    planned = build_plan(run, gpus=gpus).config_files[run.path / "configs" / "inference.toml"].inference.dtype
+    planned = open_place(plan_here(run, len(gpus)), "inference/0")[2]["inference"]["dtype"]
     outside = run.model_copy(update={"inference": ExternalConfig(base_url=["http://127.0.0.2:8123"])})
     assert {build_serve_config(config)["inference"]["dtype"] for config in (run, outside)} == {planned}
     mine, _ = parse_component(ServeConfig, ["@", file, "--inference.dtype", "bfloat16"], RunConfig, build_serve_config)

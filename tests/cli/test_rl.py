@@ -17,8 +17,8 @@ from ramify.cli.arguments import expand_arguments
 from ramify.core.config import parse
 from ramify.core.errors import DeadlineExceeded
 from ramify.infer.config import ExternalConfig
-from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
+from tests.support.plans import plan_here
 from tests.support.processes import RUNS_FOREVER, fails_with, list_running, read_pids, wait_until
 
 pytestmark = pytest.mark.process
@@ -60,12 +60,33 @@ def test_every_example_has_its_files_and_readme():
 def test_dry_run_prints_the_plan(tmp_path, capsys):
     assert main(["rl", "@", str(ROOT / "examples/reverse_text/rl.toml"), "-o", str(tmp_path), "--dry-run"]) == 0
     output = capsys.readouterr()
-    for shown in ("inference: 1 thread", "env/train/reverse", "orchestrator", "trainer", "memory, roughly", "dry run"):
+    for shown in (
+        "inference/0: 1 core",
+        "env/train/reverse/0",
+        "orchestrator",
+        "trainer",
+        "memory, roughly",
+        "dry run",
+    ):
         assert shown in output.out
     assert output.err == ""
     files = {path.name for path in (tmp_path / "reverse-text").rglob("*") if path.is_file()}
-    envs = {"env-train-reverse.toml", "env-eval-held-out.toml"}
-    assert files == {"config.toml", "plan.txt", "inference.toml", "orchestrator.toml", "trainer.toml", *envs}
+    assert files == {"config.toml", "plan.txt"}
+
+
+@pytest.mark.usefixtures("check_plugins_in_process")
+def test_assumed_gpus_are_planned_but_not_run_on(tmp_path, capsys):
+    args = ["rl", "@", str(ROOT / "examples/reverse_text/rl.toml"), "-o", str(tmp_path), "--assume-gpus"]
+    assert main([*args, "8x80", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "planned for an assumed machine, 8x80 GiB of GPUs" in out and "  inference/6: GPU 7, " in out
+    for words, problem in (
+        (["8x80"], "--assume-gpus: only with --dry-run"),
+        (["eight", "--dry-run"], "--assume-gpus: expected COUNTxGIB, such as 8x80, got 'eight'"),
+        (["8x80", "--dry-run", "--cluster", "ray"], "--assume-gpus: not allowed with --cluster"),
+    ):
+        assert main([*args, *words]) == 2
+        assert problem in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("check_plugins_in_process")
@@ -85,13 +106,14 @@ import json, sys
 from ramify.core.config import parse
 from ramify.launch import plugin_check
 from ramify.infer.config import ExternalConfig
-from ramify.launch.plan import build_plan
+from ramify.launch.machine import assume_machine
+from ramify.launch.plan import format_plan, plan_run
 from ramify.orchestrate.config import RunConfig
 
 problems = []
 for file in sys.argv[2:]:
     config = parse(RunConfig, [word for name in file.split("+") for word in ("@", name)] + ["--output", sys.argv[1]])
-    assert build_plan(config, dry_run=True).format_lines()
+    assert format_plan(*plan_run(config, [assume_machine("4x80")]))
     result = plugin_check.check_request(plugin_check._build_request(config))
     problems += [f"{file}: {problem}" for problem in result["problems"]]
 print(json.dumps(problems))
@@ -156,7 +178,7 @@ def test_taskset_and_model_are_sufficient(tmp_path):
     assert config.eval[0].taskset == {"id": "reverse-text", "split": "eval", "max_chars": 6}
     assert config.train[0].sampling.temperature == 0.7
     assert isinstance(config.inference, ExternalConfig) and config.inference.base_url == ["http://127.0.0.1:9"]
-    assert [entry.name for entry in build_plan(config).process_specs][-2:] == ["orchestrator", "trainer"]
+    assert [entry.name for entry in plan_here(config).process_specs][:2] == ["orchestrator", "trainer"]
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
@@ -191,7 +213,7 @@ import dataclasses, sys
 from pathlib import Path
 from ramify.cli.app import main
 from ramify.launch import api
-from ramify.launch.process import ProcessRole
+from ramify.launch.launcher import ProcessRole
 from tests.support.processes import RUNS_FOREVER, build_spec
 
 folder, code, *args = sys.argv[1:]
@@ -200,7 +222,7 @@ specs = (
     build_spec(Path(folder), "orchestrator", code, ProcessRole.LEADER),
 )
 build_plan = api.build_plan
-api.build_plan = lambda config: dataclasses.replace(build_plan(config), process_specs=specs)
+api.build_plan = lambda *args: dataclasses.replace(build_plan(*args), process_specs=specs)
 api.check_plugin_tables = lambda config: {}
 sys.exit(main(["rl", *args]))
 """

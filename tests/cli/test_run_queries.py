@@ -254,6 +254,7 @@ def test_why_of_a_run_that_starts_in_another_container_shows_its_processes(run, 
     assert found_rows == rows
 
 
+@pytest.mark.process  # asks for the GPUs of this machine
 @pytest.mark.parametrize("first_check", ["build_plan", "check_run"])
 def test_why_of_a_resumed_run_shows_it_as_starting_during_its_checks(run, capsys, monkeypatch, first_check):
     def check(*_, **__):

@@ -6,8 +6,9 @@ import pytest
 
 from ramify.core.errors import ConfigInvalid
 from ramify.launch.disk import estimate_disk
-from ramify.launch.plan import build_plan
+from ramify.launch.run_checks import check_run
 from tests.launch.test_plan import config
+from tests.support.plans import format_lines, plan_here
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("check_plugins_in_process")]
 
@@ -38,7 +39,7 @@ def test_shared_directory_that_is_not_mounted_here_is_not_checked(tmp_path):
 @pytest.mark.megabytes(30)
 def test_disk_with_room_for_a_checkpoint_only_is_refused(small_disk):
     with pytest.raises(ConfigInvalid, match=r"too small: 1 checkpoint of 1\d\.\d MiB, published weights and logs need"):
-        build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 8}), gpus=[])
+        check_run(config(small_disk, max_steps=8, checkpoint={"interval": 8}))
 
 
 def test_published_weights_have_the_dtype_of_the_trainer(tmp_path):
@@ -52,22 +53,26 @@ def test_published_weights_have_the_dtype_of_the_trainer(tmp_path):
 @pytest.mark.megabytes(48)
 def test_disk_without_room_for_two_checkpoints_is_refused(small_disk):
     with pytest.raises(ConfigInvalid, match=r"output: the disk of .*/run is too small: 2 checkpoints of 1\d\.\d MiB"):
-        build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 1}), gpus=[], dry_run=True)
-    build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 8}), gpus=[])  # it saves once
+        check_run(config(small_disk, max_steps=8, checkpoint={"interval": 1}), dry_run=True)
+    check_run(config(small_disk, max_steps=8, checkpoint={"interval": 8}))  # it saves once
 
 
 @pytest.mark.megabytes(30)
 def test_disk_is_only_warned_about_if_the_model_may_be_elsewhere(small_disk):
-    plan = build_plan(config(small_disk, model={"name": "org/Some-10M"}), gpus=[], dry_run=True)
-    assert "warning: the disk of" in "\n".join(plan.format_lines())
+    elsewhere = config(small_disk, model={"name": "org/Some-10M"})
+    check_run(elsewhere, dry_run=True)
+    plan = plan_here(elsewhere)
+    assert "warning: the disk of" in "\n".join(format_lines(plan))
 
 
 @pytest.mark.megabytes(63)
 def test_plan_warns_if_not_all_checkpoints_fit(small_disk):
-    plan = build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 1}), gpus=[])
+    run = config(small_disk, max_steps=8, checkpoint={"interval": 1}, weights={"transport": "disk"})
+    check_run(run)
+    plan = plan_here(run)
     warning = "has room for 2 checkpoints of 1"
-    assert [line for line in plan.format_lines() if line.startswith("warning:") and warning in line]
+    assert [line for line in format_lines(plan) if line.startswith("warning:") and warning in line]
     checkpoint = small_disk / "run" / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "data").write_bytes(bytes(20 << 20))  # a resumed run has its checkpoints already
-    build_plan(config(small_disk, max_steps=8, checkpoint={"interval": 1}), gpus=[])
+    check_run(run)

@@ -17,8 +17,8 @@ from ramify.core.display import Display
 from ramify.core.errors import EnvironmentChanged, RunBusy, RunStalled, StorageFailed
 from ramify.launch import run_lock
 from ramify.launch.execution import execute_plan
-from ramify.launch.plan import LaunchPlan, build_plan
-from ramify.launch.process import ProcessRole
+from ramify.launch.launcher import ProcessRole
+from ramify.launch.plan import LaunchPlan
 from ramify.launch.run_lock import lock_run
 from ramify.launch.run_record import read_record
 from ramify.launch.supervisor import RunOutcome
@@ -29,6 +29,7 @@ from ramify.run.store.environments import ObservedEnvironment, record_environmen
 from ramify.run.store.run_log import RunLog
 from ramify.train import weights_directory
 from tests.support.display import RecordingDisplay
+from tests.support.plans import plan_here
 from tests.support.processes import RUNS_FOREVER, build_spec, fails_with, read_pids
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("check_plugins_in_process")]
@@ -56,7 +57,7 @@ def build_test_plan(tmp_path, leader: str = "", **more) -> LaunchPlan:
         build_spec(tmp_path, "trainer", RUNS_FOREVER, ProcessRole.FOLLOWER),
         build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     )
-    return dataclasses.replace(build_plan(config, gpus=[]), process_specs=specs)
+    return dataclasses.replace(plan_here(config), process_specs=specs)
 
 
 def test_finished_run_is_not_repeated_unless_there_are_more_steps(tmp_path):

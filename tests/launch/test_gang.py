@@ -7,8 +7,8 @@ import time
 import pytest
 
 from ramify.core.errors import ProcessDied
-from ramify.launch.launcher import Placement, ProcessStart
-from ramify.launch.process import EarlierProcess, ProcessRole, ProcessState
+from ramify.launch.launcher import Placement, ProcessRole, ProcessStart
+from ramify.launch.process import EarlierProcess, ProcessState
 from ramify.launch.run_record import RunRecord, read_earlier_processes
 from ramify.launch.supervisor import ProcessStatus, RunOutcome
 from ramify.run.fencing.lease import LeaseTerms
@@ -103,25 +103,21 @@ async def test_trainer_with_one_rank_has_a_token_and_a_process_on_the_head_has_n
 
 
 @pytest.mark.parametrize(
-    ("duration", "replacement_delay", "epoch", "tokens"),
-    [(1.0, None, 1, ["1.5", "1.7", ""]), (60.0, 1.4, 1, ["1.5", "1.7", ""]), (60.0, 1.4, 2, ["2.0", "2.0", ""])],
-    ids=["own lease", "earlier lease", "another head"],
+    ("epoch", "tokens"), [(1, ["1.5", "1.7", ""]), (2, ["2.0", "2.0", ""])], ids=["same head", "another head"]
 )
-async def test_restarted_supervisor_continues_the_tokens_of_its_epoch_and_waits_for_leases(
-    tmp_path, duration, replacement_delay, epoch, tokens
-):
+async def test_restarted_supervisor_continues_the_tokens_of_its_epoch_and_waits_for_leases(tmp_path, epoch, tokens):
     """The end of an earlier process was seen, that of another was not: it may run until its lease has ended.
 
-    The lease is that of the earlier configuration, if it is known.
+    Its lease is the one that it was started with.
     """
     lines = []
-    lease = LeaseTerms(duration=duration, slack=0.4)
+    lease = LeaseTerms(duration=60.0, slack=0.4)
     specs = [
         build_spec(tmp_path, name, RUNS_FOREVER, placement=Placement(lease=lease)) for name in ("inference", "env")
     ]
     earlier = {
-        "inference": EarlierProcess(FencingToken(1, 4), may_run=False),
-        "env": EarlierProcess(FencingToken(1, 6), may_run=True, replacement_delay=replacement_delay),
+        "inference": EarlierProcess(FencingToken(1, 4)),
+        "env": EarlierProcess(FencingToken(1, 6), replacement_delay=1.4),
     }
     seen = []
     specs.append(build_spec(tmp_path, "orchestrator", waits_for("env.pids"), ProcessRole.LEADER))
@@ -143,9 +139,9 @@ def test_record_of_a_run_says_which_processes_may_still_run(tmp_path):
     ]
     record.write(statuses)
     assert read_earlier_processes(tmp_path) == {
-        "inference": EarlierProcess(FencingToken(0, 3), may_run=True, replacement_delay=70.0),
-        "env": EarlierProcess(FencingToken(0, 4), may_run=True, replacement_delay=80.0),
-        "trainer": EarlierProcess(FencingToken(0, 1), may_run=False),
+        "inference": EarlierProcess(FencingToken(0, 3), replacement_delay=70.0),
+        "env": EarlierProcess(FencingToken(0, 4), replacement_delay=80.0),
+        "trainer": EarlierProcess(FencingToken(0, 1)),
     }
     assert read_earlier_processes(tmp_path / "new") == {}
 

@@ -8,6 +8,7 @@ from ramify.core.errors import ProcessReplaced, StorageFailed
 from ramify.launch.head import prepare_head
 from ramify.launch.head_leases import hold_leases
 from ramify.launch.launcher import Placement
+from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import EarlierProcess, ProcessState
 from ramify.launch.run_record import RunRecord
 from ramify.launch.supervisor import ProcessStatus
@@ -15,6 +16,7 @@ from ramify.run.fencing.lease import LeaseTerms
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store.head_replication import POLL_INTERVAL
 from tests.launch.test_head import make_config, train_step
+from tests.support.launchers import InProcessLauncher
 from tests.support.processes import build_spec
 
 pytestmark = pytest.mark.promise
@@ -29,7 +31,8 @@ def make_specs(tmp_path, duration=60.0):
 def run_head(tmp_path, config, duration=60.0, states=(ProcessState.ENDED, ProcessState.ENDED)):
     """Run a head, whose processes are in these states at its end. Without them, it is lost."""
     epoch = prepare_head(config, print_line=lambda line: None)
-    with hold_leases(config.path, config.shared_path, epoch, make_specs(tmp_path, duration)) as earlier:
+    specs = make_specs(tmp_path, duration)
+    with hold_leases(config.path, config.shared_path, epoch, specs, InProcessLauncher()) as earlier:
         yield earlier
         if not states:
             raise KeyboardInterrupt
@@ -48,7 +51,7 @@ def find_waits(tmp_path, head) -> dict[str, EarlierProcess]:
 
 def make_earlier(duration: float, epoch: int = 0) -> EarlierProcess:
     delay = LeaseTerms(duration).replacement_delay + POLL_INTERVAL
-    return EarlierProcess(FencingToken(epoch), may_run=True, replacement_delay=delay)
+    return EarlierProcess(FencingToken(epoch), replacement_delay=delay)
 
 
 def test_new_head_waits_for_the_leases_of_a_lost_one(tmp_path):
@@ -93,7 +96,7 @@ def test_head_that_was_replaced_before_it_has_written_its_leases_starts_nothing(
     assert find_waits(tmp_path, "second") == {}
     with (
         pytest.raises(ProcessReplaced),
-        hold_leases(first.path, first.shared_path, epoch, make_specs(tmp_path)),
+        hold_leases(first.path, first.shared_path, epoch, make_specs(tmp_path), InProcessLauncher()),
     ):
         raise AssertionError("it would start its processes beside those of the new head")
 
@@ -110,8 +113,8 @@ def test_damaged_file_is_named(tmp_path):
 def test_run_without_placed_processes_or_shared_directory_has_no_leases(tmp_path):
     config = make_config(tmp_path, "first")
     train_step(config)
-    with hold_leases(config.path, config.shared_path, 0, make_specs(tmp_path)[2:]) as earlier:
+    with hold_leases(config.path, config.shared_path, 0, make_specs(tmp_path), LocalLauncher()) as earlier:
         assert earlier == {}
-    with hold_leases(config.path, None, 0, make_specs(tmp_path)) as earlier:
+    with hold_leases(config.path, None, 0, make_specs(tmp_path), InProcessLauncher()) as earlier:
         assert earlier == {}
     assert not (config.shared_path / "leases").exists()

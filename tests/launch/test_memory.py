@@ -6,13 +6,14 @@ import shutil
 
 import pytest
 
-from ramify.launch.devices import Gpu, allocate_devices
-from ramify.launch.memory import ModelSize, decide_moments, estimate_memory
-from ramify.launch.plan import build_plan
+from ramify.infer.config import EngineConfig, VLLMConfig
+from ramify.launch.memory import ModelSize, estimate_engine, estimate_trainer
 from ramify.model.load import load_model
 from ramify.model.resolve import resolve_model_path
-from tests.launch.test_plan import config
+from ramify.orchestrate.config import RunConfig
 from tests.support.models import write_qwen3_next
+
+TRAIN = {"taskset": {"id": "reverse-text"}}
 
 
 def test_model_size_is_read_or_guessed():
@@ -39,49 +40,21 @@ def test_a_model_with_recurrent_layers_has_their_states(tmp_path):
     assert ModelSize.from_name("tiny").state_elements == 0
 
 
-@pytest.mark.parametrize("num_gpus", [0, 1, 2])
-def test_weights_that_are_handed_over_in_memory_are_counted(tmp_path, num_gpus):
-    gpus = [Gpu(str(number), "a GPU", 80 << 30) for number in range(num_gpus)]
-    devices = allocate_devices(8, gpus, inference="auto", trainer="auto", placement="auto")
-    size = ModelSize.from_name("org/Some-1B")
-    disk, ipc = (
-        estimate_memory(config(tmp_path, weights={"transport": transport}), size, devices)
-        for transport in ("disk", "ipc")
-    )
-    copy_bytes = size.num_parameters * (2 if num_gpus else 4)
-    assert ipc.trainer - disk.trainer == copy_bytes  # the buffer; on a CPU it is a file, but its copy is not
-    assert ipc.other - disk.other == (copy_bytes if num_gpus else 0)  # the copy in pinned memory
-
-
-@pytest.mark.parametrize(("gib", "moments"), [(80, "float32"), (34, "8bit"), (20, "float32")])
-def test_moments_have_8_bits_where_float32_does_not_fit_and_8_bits_do(tmp_path, gib, moments):
-    devices = allocate_devices(8, [Gpu("0", "a GPU", gib << 30)], inference="auto", trainer="auto", placement="auto")
+def test_moments_in_8_bits_take_a_quarter(tmp_path):
     size = ModelSize(2 * 10**9, 20, 2048, 8192, 256, num_outer_parameters=10**8)
-    settings = {"inference": {"kv_memory_fraction": 0.05}, "trainer": {"pack_tokens": 1024}}
-    decided = decide_moments(config(tmp_path, **settings), size, devices)
-    assert decided.trainer.optim.moments == moments
-    requested = config(tmp_path, **{**settings, "trainer": {"pack_tokens": 1024, "optim": {"moments": "8bit"}}})
-    saved_bytes = estimate_memory(decided, size, devices).trainer - estimate_memory(requested, size, devices).trainer
-    assert saved_bytes == (0 if moments == "8bit" else pytest.approx(5.9375 * 1.9e9, rel=1e-6))
+    runs = [RunConfig(train=[TRAIN], trainer={"optim": {"moments": moments}}) for moments in ("float32", "8bit")]
+    wide, compact = (estimate_trainer(run, size, gpu=True, num_ranks=1) for run in runs)
+    assert wide - compact == pytest.approx(5.9375 * 1.9e9, rel=1e-6)
 
 
-def test_states_take_memory_of_the_cache(tmp_path):
-    devices = allocate_devices(8, [Gpu("0", "a GPU", 80 << 30)], inference="auto", trainer="auto", placement="auto")
+def test_states_take_memory_of_the_cache():
     sizes = [ModelSize(10**9, 20, 1024, 4096, 256, state_elements=elements) for elements in (0, 10**6)]
-    engine = {"kv_cache_tokens": 1000, "max_running_requests": 8, "state_snapshots": 2}
-    plain, recurrent = (estimate_memory(config(tmp_path, inference=engine), size, devices) for size in sizes)
-    assert recurrent.inference - plain.inference == (8 + 2) * 10**6 * 4
+    engine = EngineConfig(kv_cache_tokens=1000, max_running_requests=8, state_snapshots=2)
+    plain, recurrent = (estimate_engine(engine, 256, size, num_gpus=1, device_memory=80 << 30) for size in sizes)
+    assert recurrent - plain == (8 + 2) * 10**6 * 4
 
 
-@pytest.mark.process
-def test_paths_longer_than_a_pack_are_warned_about_not_refused(tmp_path):
-    gpus, model = [Gpu("0", "a GPU", 80 << 30), Gpu("1", "a GPU", 80 << 30)], {"name": "org/Some-1B"}
-
-    def find_warning(seq_len: int) -> str | None:
-        return build_plan(config(tmp_path, model=model, seq_len=seq_len), gpus=gpus, dry_run=True).find_memory_warning()
-
-    assert find_warning(16384) is None
-    warning = find_warning(131072)
-    assert warning is not None and "GPU 1 has 80.0 GiB, the run needs about" in warning
-    lines = build_plan(config(tmp_path, model=model, seq_len=131072), gpus=gpus, dry_run=True).format_lines()
-    assert f"warning: {warning}" in lines
+def test_weights_of_an_engine_are_split_over_its_gpus():
+    size, engine = ModelSize(10**10, 20, 1024, 4096, 256), VLLMConfig(gpu_memory_utilization=0.01)
+    one, two = (estimate_engine(engine, 256, size, num_gpus=gpus, device_memory=80 << 30) for gpus in (1, 2))
+    assert one - two == pytest.approx(10**10, rel=0.01)

@@ -6,14 +6,15 @@ import os
 import signal
 import socket
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from importlib.util import find_spec
 
 import psutil
 import pytest
 
+from ramify.launch.launcher import ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import ProcessSpec, SupervisedProcess, is_responding, prefork_shared_modules
+from ramify.launch.process import SupervisedProcess, is_responding
 from ramify.processes.child import RAMIFY_COMMAND, STOP_TIMEOUT
 from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
 from tests.support.launchers import build_leases
@@ -37,10 +38,22 @@ def env_server_arguments(directory) -> tuple[str, ...]:
     return ("env-server", "--train.0.taskset.id", "reverse-text", "-b", "http://127.0.0.1:9", "-o", str(directory))
 
 
+@contextmanager
+def prefork(specs):
+    """Yield a launcher that has prepared the processes."""
+    launcher = LocalLauncher()
+    with launcher.prepare(specs):
+        yield launcher
+
+
+def list_fork_servers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "ramify.processes.prefork" in child.cmdline()]
+
+
 @asynccontextmanager
-async def run_process(spec: ProcessSpec, client):
+async def run_process(spec: ProcessSpec, launcher: LocalLauncher):
     """Start a process, and stop it at the end."""
-    process = SupervisedProcess(spec, LocalLauncher(prefork_client=client), build_leases())
+    process = SupervisedProcess(spec, launcher, build_leases())
     await process.open()
     await process.start()
     try:
@@ -51,18 +64,17 @@ async def run_process(spec: ProcessSpec, client):
 
 async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_path):
     help_spec, wrong_spec, _ = build_specs(tmp_path, ("doctor", "--help"), ("serv",))
-    with prefork_shared_modules([help_spec, wrong_spec]) as client:
-        children = psutil.Process().children()
-        (server,) = [child for child in children if "ramify.processes.prefork" in child.cmdline()]
-        async with run_process(help_spec, client) as process:
+    with prefork([help_spec, wrong_spec]) as launcher:
+        (server,) = list_fork_servers()
+        async with run_process(help_spec, launcher) as process:
             assert await process.wait_for_exit() == 0
         assert "usage: ramify doctor" in help_spec.log.read_text()
-        async with run_process(wrong_spec, client) as process:
+        async with run_process(wrong_spec, launcher) as process:
             assert await process.wait_for_exit() == 2
         assert "did you mean 'ramify serve'" in process.tail()
         command_line = (*RAMIFY_COMMAND, *env_server_arguments(tmp_path))
         spec = dataclasses.replace(help_spec, command=command_line, log=tmp_path / "serve.log")
-        async with run_process(spec, client) as process:
+        async with run_process(spec, launcher) as process:
             command = psutil.Process(process.pid)
             wait_until(lambda: command.cmdline()[: len(command_line)] == list(command_line))
             watcher = command.parent()
@@ -77,8 +89,8 @@ async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_pa
 async def test_log_of_a_forked_command_ends_with_its_error(tmp_path):
     """Triton reports what it has leaked at exit if the garbage collector does not free it."""
     wrong_spec, *others = build_specs(tmp_path, ("serv",), modules=("triton",))
-    with prefork_shared_modules([wrong_spec, *others]) as client:
-        async with run_process(wrong_spec, client) as process:
+    with prefork([wrong_spec, *others]) as launcher:
+        async with run_process(wrong_spec, launcher) as process:
             assert await process.wait_for_exit() == 2
     assert "did you mean 'ramify serve'" in process.tail().splitlines()[-1]
 
@@ -86,8 +98,8 @@ async def test_log_of_a_forked_command_ends_with_its_error(tmp_path):
 @pytest.mark.parametrize("victim", ["command", "watcher"])
 async def test_kill_is_reported_as_exit_by_signal(tmp_path, victim):
     spec, *others = build_specs(tmp_path, env_server_arguments(tmp_path))
-    with prefork_shared_modules([spec, *others]) as client:
-        async with run_process(spec, client) as process:
+    with prefork([spec, *others]) as launcher:
+        async with run_process(spec, launcher) as process:
             command = psutil.Process(process.pid)
             (command if victim == "command" else command.parent()).send_signal(signal.SIGKILL)
             assert await asyncio.wait_for(process.wait_for_exit(), 60) in (-9, 128 + 9)
@@ -96,18 +108,18 @@ async def test_kill_is_reported_as_exit_by_signal(tmp_path, victim):
 
 async def test_process_is_started_directly_without_a_fork_server(tmp_path):
     spec, *others = build_specs(tmp_path, ("--version",), modules=("a_missing_module",))
-    with prefork_shared_modules([spec, *others]) as client:
-        async with run_process(spec, client) as process:
+    with prefork([spec, *others]) as launcher:
+        async with run_process(spec, launcher) as process:
             assert await process.wait_for_exit() == 0
-        async with run_process(spec, client) as process:  # the client knows by now that the server is dead
+        async with run_process(spec, launcher) as process:  # the launcher knows by now that the server is dead
             assert await process.wait_for_exit() == 0
     assert spec.log.read_text().count("ramify ") == 2
 
 
 async def test_forked_processes_survive_the_fork_server(tmp_path):
     spec, *others = build_specs(tmp_path, env_server_arguments(tmp_path))
-    with prefork_shared_modules([spec, *others]) as client:
-        async with run_process(spec, client) as process:
+    with prefork([spec, *others]) as launcher:
+        async with run_process(spec, launcher) as process:
             command = psutil.Process(process.pid)
             server = command.parent().parent()
             server.kill()
@@ -118,10 +130,9 @@ async def test_forked_processes_survive_the_fork_server(tmp_path):
 
 def test_fork_server_needs_two_processes_that_import_with_the_same_environment(tmp_path):
     first, second = build_specs(tmp_path, ("--version",))
-    with prefork_shared_modules([first]) as client:
-        assert client is None
-    with prefork_shared_modules([first, dataclasses.replace(second, env={})]) as client:
-        assert client is None
+    for specs in ([first], [first, dataclasses.replace(second, env={})]):
+        with prefork(specs):
+            assert not list_fork_servers()
 
 
 async def test_forked_processes_have_variables_of_their_own(tmp_path, monkeypatch):
@@ -139,10 +150,10 @@ async def test_forked_processes_have_variables_of_their_own(tmp_path, monkeypatc
         )
         for name, variables in [("engine", {RESERVED_PORTS_VARIABLE: "5001,5002"}), ("trainer", {})]
     ]
-    with prefork_shared_modules(specs) as client:
-        assert client is not None
+    with prefork(specs) as launcher:
+        assert list_fork_servers()
         for spec, output in zip(specs, ("5001,5002 True\n", "None True\n"), strict=True):
-            async with run_process(spec, client) as process:
+            async with run_process(spec, launcher) as process:
                 assert await process.wait_for_exit() == 0
             assert spec.log.read_text() == output
 

@@ -2,7 +2,8 @@
 
 import json
 
-from ramify.launch.process import ProcessSpec, ProcessState
+from ramify.launch.launcher import ProcessSpec
+from ramify.launch.process import ProcessState
 from ramify.launch.service_addresses import ServiceAddresses
 from ramify.launch.supervisor import ProcessStatus
 

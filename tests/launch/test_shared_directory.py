@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ramify.core.config import parse
 from ramify.core.display import Display
 from ramify.core.errors import ConfigInvalid, RunDamaged
-from ramify.infer.config import ServeConfig
 from ramify.launch.execution import execute_plan
 from ramify.launch.head import prepare_head
-from ramify.launch.plan import build_plan
 from ramify.launch.published_weights import get_served_directory, hold_weights_directory, save_final_weights
 from ramify.launch.shared_directory import link_shared_directory
 from ramify.model.manifest import Manifest
@@ -20,6 +17,7 @@ from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
 from ramify.train.process_config import TrainerProcessConfig
 from tests.launch.test_execution import build_test_plan
+from tests.support.plans import open_place, plan_here
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 
@@ -37,9 +35,8 @@ def publish(directory: Path, step: int) -> Path:
 
 
 def test_trainer_writes_to_the_shared_directory_under_the_name_of_the_run(tmp_path):
-    plan = build_plan(make_config(tmp_path), gpus=[])
-    plan.write()
-    trainer = parse(TrainerProcessConfig, ["@", str(tmp_path / "head/run/configs/trainer.toml")])
+    plan = plan_here(make_config(tmp_path))
+    trainer = TrainerProcessConfig(**open_place(plan, "trainer")[2])
     assert trainer.storage_path == tmp_path / "shared" / "run"
     assert trainer.weights_directory == tmp_path / "shared/run/weights" == plan.config.weights_directory
     assert trainer.path == tmp_path / "head" / "run"
@@ -47,10 +44,9 @@ def test_trainer_writes_to_the_shared_directory_under_the_name_of_the_run(tmp_pa
 
 def test_restarted_engine_loads_the_newest_shared_weights(tmp_path):
     config = make_config(tmp_path)
-    plan = build_plan(config, gpus=[])
+    plan = plan_here(config)
     published = publish(config.weights_directory, 3)
-    plan.process_specs[0].prepare()
-    name = parse(ServeConfig, ["@", str(tmp_path / "head/run/configs/inference.toml")]).model.name
+    name = open_place(plan, "inference/0")[2]["model"]["name"]
     assert Path(name).is_relative_to(tmp_path / "shared/run/weights")
     shutil.rmtree(published)
     assert Manifest.read(Path(name)).version.step == 3

@@ -6,11 +6,11 @@ import tempfile
 
 import pytest
 
-from ramify.launch.slot_directory import PREFIX, SlotDirectory
+from ramify.launch.local_launcher import DIRECTORY_PREFIX, SlotDirectory
 
 OWNER = """
 import sys, tempfile
-from ramify.launch.slot_directory import SlotDirectory
+from ramify.launch.local_launcher import SlotDirectory
 tempfile.tempdir = sys.argv[1]
 print(SlotDirectory().path, flush=True)
 sys.stdin.read()
@@ -39,7 +39,7 @@ def test_directory_of_a_killed_owner_is_removed_with_the_next_slot(temp_root):
 
 
 def test_other_directories_are_kept(temp_root):
-    being_created, other = temp_root / f"{PREFIX}new", temp_root / "ramify-other"
+    being_created, other = temp_root / f"{DIRECTORY_PREFIX}new", temp_root / "ramify-other"
     being_created.mkdir()
     other.mkdir()
     SlotDirectory().remove()

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFull
+from ramify.launch.launcher import ProcessRole
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import ProcessRole, ProcessState
+from ramify.launch.process import ProcessState
 from ramify.launch.supervisor import (
     ProcessStatus,
     RunOutcome,

@@ -38,8 +38,7 @@ def test_a_local_run_warns_of_cluster_settings_without_effect(tmp_path, monkeypa
     monkeypatch.setattr("ramify.cli.rl._print_plan", lambda *_, **__: 0)
     args = ["rl", "reverse-text", "--dry-run", "--cluster.num_nodes", "2", "--cluster.node.gpus", "8"]
     assert main(args) == 0
-    # a dry run plans for the node of `cluster.node`, even without --cluster
-    warning = "warning: without --cluster ray the run is local and ignores cluster.num_nodes\n"
+    warning = "warning: without --cluster ray the run is local and ignores cluster.node, cluster.num_nodes\n"
     assert capsys.readouterr().err == warning
     for more in (["--cluster", "local"], ["--cluster", "ray", "--cluster.shared_directory", "/shared"]):
         assert main([*args, *more]) == 0
@@ -59,13 +58,8 @@ def test_a_local_run_warns_of_cluster_settings_without_effect(tmp_path, monkeypa
         ),
         (["--weights.transport", "ipc"], "weights.transport: 'ipc' reaches only engines on the trainer's node"),
         (["--weights.transport", "shm"], "weights.transport: 'shm' reaches only engines on the trainer's node"),
-        (
-            ["--launch.trainer_gpus", "4"],
-            "launch.trainer_gpus: not allowed on a cluster; set cluster.trainer",
-        ),
         (["--launch.gpu_placement", "colocated"], "launch.gpu_placement: not allowed on a cluster"),
         (["--launch.base_port", "5000"], "launch.base_port: not allowed on a cluster"),
-        (["--cluster.engines.gpus", "2"], "cluster.engines.gpus: the native engine uses one GPU"),
         (["-b", "http://10.0.0.1:8000", "--cluster.engines.num_replicas", "2"], "cluster.engines: not allowed"),
         (["--cluster.slurm.time_limit", "8h"], "cluster.slurm.time_limit: expected [DAYS-]HH:MM:SS, got '8h'"),
         (

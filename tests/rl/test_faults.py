@@ -46,6 +46,16 @@ def test_killed_and_stopped_processes_are_restarted_without_loss(finished_run):
     check_faults(finished_run.parents[1], 2)
 
 
+@pytest.mark.full("the finished run has one process of each role")
+def test_two_engines_env_servers_and_ranks_on_one_machine_survive_kills(tmp_path):
+    write_config(tmp_path, steps=8, max_staleness=1, interval=1)
+    counts = {"engines.num_replicas": 2, "env_servers.num_per_source": 2, "trainer.num_ranks": 2}
+    flags = [word for key, count in counts.items() for word in (f"--cluster.{key}", str(count))]
+    run_with_faults(tmp_path, ["orchestrator", "serve", "trainer", "env-server"], *flags, timeout=900.0)
+    check_faults(tmp_path, 4)
+    assert "trainer ranks=2 token=1 " in (tmp_path / "outputs/run/logs/trainer.log").read_text()
+
+
 @pytest.mark.full("twenty kills; the finished run has two")
 def test_run_with_adapters_and_a_teacher_survives_many_kills(tmp_path):
     import torch

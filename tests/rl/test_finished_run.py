@@ -134,7 +134,8 @@ def test_replay_has_the_gradients_of_the_run_also_with_flat_packs(finished_run, 
 def in_home(finished_run, monkeypatch, check_plugins_in_process):
     """Change to the home of the finished run; processes of a run are not prepared, because none starts."""
     monkeypatch.chdir(finished_run.parents[1])
-    monkeypatch.setattr("ramify.launch.api.prefork_shared_modules", lambda specs: contextlib.nullcontext())
+    server = "ramify.launch.local_launcher.start_prefork_server"
+    monkeypatch.setattr(server, lambda modules, env: contextlib.nullcontext())
 
 
 @pytest.mark.usefixtures("in_home")

@@ -108,12 +108,17 @@ class LossyClient:
 class InProcessLauncher:
     """Starts processes through `NodeProcess` objects of this process, in slots of a class."""
 
+    can_lose_nodes = True
+
     def __init__(self, settings: RemoteSlotSettings = SETTINGS, *, slot_class: type[LocalSlot] = LocalSlot) -> None:
         self.settings, self.slot_class = settings, slot_class
         self.clients: list[LossyClient] = []
 
     def list_nodes(self) -> list[ClusterNode]:
         return LocalLauncher().list_nodes()
+
+    def prepare(self, specs) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     async def open_slots(
         self, leases: RoleLeases, placement: Placement | None, *, timeout: float

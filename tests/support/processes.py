@@ -17,7 +17,7 @@ import msgspec
 import psutil
 
 from ramify.core.errors import Failure, RamifyError
-from ramify.launch.process import ProcessRole, ProcessSpec
+from ramify.launch.launcher import ProcessRole, ProcessSpec
 from ramify.processes.log import FAILURE_PREFIX
 
 TIMEOUT = 60.0  # seconds for one wait

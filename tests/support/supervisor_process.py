@@ -4,8 +4,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+from ramify.launch.launcher import ProcessRole
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import ProcessRole
 from ramify.launch.supervisor import Supervisor
 from tests.support.processes import IGNORES_SIGTERM, RUNS_FOREVER, build_spec
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from ramify.cli.arguments import ConfigCall
 from ramify.core.errors import ConfigInvalid, ProcessDied
 from ramify.core.files import write_atomically
-from ramify.launch.cluster_placement import build_allocation_warning, check_allocation
+from ramify.launch.capacity import build_allocation_warning, check_allocation
 from ramify.launch.kubernetes import build_manifests, format_yaml
 from ramify.launch.slurm import build_batch_script
 from ramify.orchestrate.config import RunConfig

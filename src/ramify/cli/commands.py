@@ -122,6 +122,7 @@ COMMANDS: dict[str, CliCommand] = {
             **FRESH,
             **ACCEPT_CHANGES,
             "--dry-run": "check the configuration, print the plan, and exit",
+            "--assume-gpus 8x80": "with --dry-run: plan for eight GPUs of 80 GiB each, which need not be here",
             "--view": "show the run on a local page while it runs, as `ramify view` does; its address is printed",
         },
         notes="""Rerun the same command to resume the run. Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and stop; a

@@ -35,16 +35,26 @@ def _run_with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
     from ramify.launch.completion import format_finished
     from ramify.launch.dashboard import RunContent
     from ramify.launch.execution import execute_plan
-    from ramify.launch.plan import build_orchestrator_plan
+    from ramify.launch.local_launcher import LocalLauncher
+    from ramify.launch.machine import describe_machine
+    from ramify.launch.plan import build_orchestrator_plan, format_plan
     from ramify.launch.plugin_check import check_plugin_tables
 
-    plan = build_orchestrator_plan(config)
+    launcher = LocalLauncher(config.path / "configs")
+    plan = build_orchestrator_plan(config, [describe_machine(gpus=[])])
     environments = check_plugin_tables(config)
     if dry:
-        print("\n".join(plan.format_lines()))
+        print("\n".join(format_plan(config, plan.placement)))
         return 0
     print(f"trainer address {plan.orchestrator_address}, status {plan.status_address}", flush=True)
-    result = execute_plan(plan, accept_changes=accept, environments=environments, display=LogDisplay(RunContent()))
+    with launcher.prepare(plan.process_specs):
+        result = execute_plan(
+            plan,
+            accept_changes=accept,
+            environments=environments,
+            display=LogDisplay(RunContent()),
+            launcher=launcher,
+        )
     if not result.did_run:
         print(f"{result.path} is already finished ({format_finished(result.steps, config)})")
     return result.outcome.value

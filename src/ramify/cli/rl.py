@@ -13,13 +13,14 @@ from ramify.core.config import dry_run
 from ramify.core.display import choose_display
 from ramify.core.errors import CheckpointRefused, ClusterTooSmall, ConfigInvalid, RamifyError, RunBusy, RunDamaged
 from ramify.launch.api import rl
-from ramify.launch.cluster_placement import list_planned_nodes, place_run
 from ramify.launch.completion import format_finished
 from ramify.launch.dashboard import RunContent
-from ramify.launch.plan import build_plan, describe_run
-from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
+from ramify.launch.launcher import ClusterNode
+from ramify.launch.machine import assume_machine, describe_machine
+from ramify.launch.plan import format_plan, plan_run, write_plan
 from ramify.launch.preflight import check_start
 from ramify.launch.published_weights import find_newest_weights
+from ramify.launch.requirements import list_planned_nodes
 from ramify.launch.run_queries import describe_evals
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.cluster_config import find_unused_keys
@@ -30,54 +31,69 @@ from ramify.train.weights_directory import get_weights_directory
 def run(call: ConfigCall[RunConfig]) -> int:
     """Print the plan of the run, or run it."""
     config, flags = call.config, call.flags
-    if unused := find_unused_keys(config.cluster, dry_run=flags.dry_run):
+    if flags.assume_gpus and not flags.dry_run:
+        raise ConfigInvalid("--assume-gpus: only with --dry-run; a run uses the GPUs of this machine")
+    if unused := find_unused_keys(config.cluster):
         print(f"warning: without --cluster ray the run is local and ignores {', '.join(unused)}", file=sys.stderr)
     if flags.dry_run:
-        return _print_plan(config, fresh=flags.fresh, accept=flags.accept_changes)
+        return _print_plan(config, fresh=flags.fresh, accept=flags.accept_changes, assumed_gpus=flags.assume_gpus)
     with serve_page_of_run(config) if flags.view else contextlib.nullcontext():
         return _train(call)
 
 
-def _print_plan(config: RunConfig, *, fresh: bool, accept: bool) -> int:
+def _print_plan(config: RunConfig, *, fresh: bool, accept: bool, assumed_gpus: str | None) -> int:
     """Check what the run would refuse at its start, and print its plan."""
     check_start(config, fresh=fresh, accept_changes=accept)
-    if config.cluster.is_distributed:
-        lines = _plan_cluster(config)
-        head = [describe_run(config), describe_step_size(config)]
-        notes = [*list_disk_notes(config), *list_model_notes(config), *list_start_notes(config)]
-        dry_run(config, config.path, [*head, *lines, *notes])
-        return 0
-    plan = build_plan(config, dry_run=True)
-    dry_run(config, config.path, plan.format_lines(), write_files=plan.write)
+    nodes, origin = _list_nodes(config, assumed_gpus)
+    try:
+        config, placement = plan_run(config, nodes)
+    except ClusterTooSmall as error:
+        raise ClusterTooSmall(f"{error.message}\n  {origin}" if origin else error.message) from error
+    lines = format_plan(config, placement, origin)
+    dry_run(config, config.path, lines, write_files=lambda: write_plan(config, placement))
     return 0
 
 
-def _plan_cluster(config: RunConfig) -> list[str]:
-    """Return who runs where: on the nodes of the Ray cluster or, if none answers, on those of the configuration."""
+def _list_nodes(config: RunConfig, assumed_gpus: str | None) -> tuple[list[ClusterNode], str]:
+    """Return the nodes that a run is planned for, and where they come from unless they are this machine.
+
+    These are this machine or one that is assumed; with a launcher, the nodes of the Ray cluster or, if none answers,
+    those of `[cluster.node]`.
+    """
+    cluster = config.cluster
+    if assumed_gpus is not None:
+        if cluster.is_distributed:
+            raise ConfigInvalid("--assume-gpus: not allowed with --cluster; set [cluster.node]")
+        return [assume_machine(assumed_gpus)], f"planned for an assumed machine, {assumed_gpus} GiB of GPUs"
+    if not cluster.is_distributed:
+        machine = describe_machine()
+        if machine.num_gpus or "cuda" not in (config.trainer.device, getattr(config.inference, "device", "auto")):
+            return [machine], ""
+        launch = config.launch
+        num_each = (launch.trainer_gpus or 1, launch.inference_gpus or getattr(config.inference, "tensor_parallel", 1))
+        assumed_gpus = f"{sum(num_each) if launch.gpu_placement == 'split' else max(num_each)}x80"
+        origin = f"no GPU is here: planned for an assumed machine, {assumed_gpus} GiB of GPUs"
+        return [assume_machine(assumed_gpus)], origin
     from ramify.launch.ray_launcher import LIST_NODES_TIMEOUT, RayLauncher, describe_joined
 
-    cluster, planned_nodes = config.cluster, list_planned_nodes(config)
+    planned_nodes = list_planned_nodes(config)
     try:
         launcher = RayLauncher.connect(cluster.address)
     except ConfigInvalid as error:
-        nodes, origin = planned_nodes, f"nodes as in [cluster.node], because {error.message}"
-    else:
-        try:
-            nodes = launcher.wait_for_nodes(1, timeout=LIST_NODES_TIMEOUT)
-            usage = launcher.describe_usage(nodes)
-        finally:
-            launcher.disconnect()
-        origin = f"nodes of the Ray cluster at {cluster.address!r}"
-        if usage:
-            origin = f"{origin}, planned as if they were free: {usage}"
-        if missing_nodes := planned_nodes[len(nodes) :]:
-            joined = describe_joined(nodes, len(planned_nodes))
-            wait = f"the run would wait up to {cluster.join_timeout:g} s for the others, planned as in [cluster.node]"
-            nodes, origin = [*nodes, *missing_nodes], f"{origin}; {joined}; {wait}"
+        return planned_nodes, f"nodes as in [cluster.node], because {error.message}"
     try:
-        return [origin, *place_run(config, nodes).format_lines()]
-    except ClusterTooSmall as error:
-        raise ClusterTooSmall(f"{error.message}\n  {origin}") from error
+        nodes = launcher.wait_for_nodes(1, timeout=LIST_NODES_TIMEOUT)
+        usage = launcher.describe_usage(nodes)
+    finally:
+        launcher.disconnect()
+    origin = f"nodes of the Ray cluster at {cluster.address!r}"
+    if usage:
+        origin = f"{origin}, planned as if they were free: {usage}"
+    if missing_nodes := planned_nodes[len(nodes) :]:
+        joined = describe_joined(nodes, len(planned_nodes))
+        wait = f"the run would wait up to {cluster.join_timeout:g} s for the others, planned as in [cluster.node]"
+        return [*nodes, *missing_nodes], f"{origin}; {joined}; {wait}"
+    return nodes, origin
 
 
 @contextlib.contextmanager

@@ -53,6 +53,8 @@ class EngineConfig(Config):
     them are compiled at the start if there is a C compiler."""
     weights_url: str | None = None
     """Where to fetch published weights whose directory is not on this node; a run sets it from its `weights.url`."""
+    copy_from_trainer: bool = True
+    """Copy weights that a trainer announces from its memory. A run turns it off for engines on other GPUs."""
 
     @property
     def num_state_snapshots(self) -> int:
@@ -81,6 +83,8 @@ class VLLMConfig(Config):
     """Maximum tokens of prompt and reply together; None leaves the choice to vLLM."""
     max_running_requests: int | None = Field(default=None, ge=1)
     """Maximum number of requests that run at the same time; None leaves the choice to vLLM."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs of each engine, over which its weights are split."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, lt=1)
     """Fraction of a GPU's memory that vLLM takes in total."""
     cpu_kv_cache_gib: int = Field(default=1, ge=1)

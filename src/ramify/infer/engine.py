@@ -118,7 +118,9 @@ class Engine:
         self._streams: dict[EngineRequest, RequestStream] = {}
         self._staging_lock = threading.Lock()
         self._token_gates = defaultdict[str, TokenGate](lambda: TokenGate("trainer"))  # by run
-        self._weight_loader = WeightLoader(core.model.module, core.config.weights_url)
+        self._weight_loader = WeightLoader(
+            core.model.module, core.config.weights_url, read_buffers=core.config.copy_from_trainer
+        )
         self._training_lock = TrainingLock.from_environment()
         self._thread = threading.Thread(target=self._run, name="ramify-engine", daemon=True)
 

@@ -75,6 +75,7 @@ class VLLMServer(AsyncService):
             "--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching",
             *(() if config.max_model_len is None else ("--max-model-len", str(config.max_model_len))),
             *(() if config.max_running_requests is None else ("--max-num-seqs", str(config.max_running_requests))),
+            *(("--tensor-parallel-size", str(config.tensor_parallel)) if config.tensor_parallel > 1 else ()),
             *(("--enforce-eager",) if config.enforce_eager else ()),
             *(() if has_tokenizer else ("--skip-tokenizer-init",)),  # token ids need none
             *config.extra_args,

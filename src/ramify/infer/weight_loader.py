@@ -15,10 +15,14 @@ POLL_INTERVAL = 0.05
 
 
 class WeightLoader:
-    """Stages published versions for one model. Those without a directory on this node are fetched from `url`."""
+    """Stages published versions for one model. Those without a directory on this node are fetched from `url`.
 
-    def __init__(self, module: Any, url: str | None = None) -> None:
-        self._module, self._url, self._buffer_reader = module, url, WeightBufferReader()
+    Without `read_buffers`, announced versions are read from their directories, too.
+    """
+
+    def __init__(self, module: Any, url: str | None = None, *, read_buffers: bool = True) -> None:
+        self._module, self._url, self._read_buffers = module, url, read_buffers
+        self._buffer_reader = WeightBufferReader()
 
     def stage(self, directory: Path, run: str = "") -> StagedWeights:
         """Read and verify the version of `directory` for the model, which is not changed; `run` is the id of its run.
@@ -34,10 +38,12 @@ class WeightLoader:
             return stage_weights(directory, self._module)
         if announcement.directory != directory.name:
             raise _make_replaced_error(directory, announcement)
-        try:
-            return self._buffer_reader.stage(announcement, self._module)
-        except BufferUnreadable as error:
-            reason = str(error)  # its traceback would keep a copy of the weights
+        reason = "this engine reads directories"
+        if self._read_buffers:
+            try:
+                return self._buffer_reader.stage(announcement, self._module)
+            except BufferUnreadable as error:
+                reason = str(error)  # its traceback would keep a copy of the weights
         _wait_for_directory(directory, reason)
         return stage_weights(directory, self._module)
 

@@ -9,19 +9,17 @@ from ramify.core.config import expand_model_name, get_explicit_values, parse_sec
 from ramify.core.display import choose_api_display
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
-from ramify.launch.plan import LaunchPlan, build_plan
+from ramify.launch.plan import build_plan
 from ramify.launch.plan_notes import list_start_notes
 from ramify.launch.plugin_check import check_plugin_tables
-from ramify.launch.process import prefork_shared_modules
 from ramify.launch.run_checks import check_run
 from ramify.launch.run_lock import lock_run
 from ramify.orchestrate.config import RunConfig
 
 if TYPE_CHECKING:
-    from ramify.launch.cluster_plan import ClusterPlan
     from ramify.launch.dashboard import RunDisplay
     from ramify.launch.execution import RunResult
-    from ramify.launch.launcher import Launcher
+    from ramify.launch.launcher import ClusterNode, Launcher
 
 
 def rl(
@@ -49,12 +47,13 @@ def rl(
     with contextlib.ExitStack() as stack:
         if is_locked:
             stack.enter_context(lock_run(run_config.path))
-        if run_config.cluster.is_distributed:
-            check_run(run_config)
-            environments = check_plugin_tables(run_config)  # before the wait for nodes
-            plan, launcher = stack.enter_context(_prepare_on_cluster(run_config, display.print_line))
-        else:
-            plan, launcher = stack.enter_context(_prepare_on_machine(run_config))
+        check_run(run_config)
+        is_distributed = run_config.cluster.is_distributed
+        environments = check_plugin_tables(run_config) if is_distributed else {}  # before the wait for nodes
+        launcher, nodes = stack.enter_context(open_launcher(run_config, display.print_line))
+        plan = build_plan(run_config, nodes)
+        stack.enter_context(launcher.prepare(plan.process_specs))
+        if not is_distributed:
             environments = check_plugin_tables(run_config)  # while the modules of the processes are imported
         for note in list_start_notes(run_config):
             display.print_line(note)
@@ -72,21 +71,16 @@ def rl(
 
 
 @contextlib.contextmanager
-def _prepare_on_machine(config: RunConfig) -> Generator[tuple[LaunchPlan, "Launcher"]]:
-    """Yield the plan and the launcher of a run on this machine."""
-    plan = build_plan(config)
-    with prefork_shared_modules(plan.process_specs) as prefork_client:
+def open_launcher(
+    config: RunConfig, print_line: Callable[[str], None] = print
+) -> "Generator[tuple[Launcher, list[ClusterNode]]]":
+    """Yield the launcher of a run, and the nodes on which it starts processes."""
+    if not config.cluster.is_distributed:
         from ramify.launch.local_launcher import LocalLauncher
 
-        yield plan, LocalLauncher(prefork_client=prefork_client)
-
-
-@contextlib.contextmanager
-def _prepare_on_cluster(
-    config: RunConfig, print_line: Callable[[str], None]
-) -> Generator[tuple["ClusterPlan", "Launcher"]]:
-    """Yield the plan and the launcher of a run on the nodes of a cluster, of which this machine is the head."""
-    from ramify.launch.cluster_plan import build_cluster_plan
+        local = LocalLauncher(config.path / "configs")
+        yield local, local.list_nodes()
+        return
     from ramify.launch.ray_launcher import RayLauncher
 
     cluster = config.cluster
@@ -95,7 +89,7 @@ def _prepare_on_cluster(
         nodes = launcher.wait_for_nodes(cluster.num_nodes or 1, timeout=cluster.join_timeout, print_line=print_line)
         if usage := launcher.describe_usage(nodes):
             print_line(f"{usage}; a process without room waits up to {config.launch.startup_timeout:g} s")
-        yield build_cluster_plan(config, nodes), launcher
+        yield launcher, nodes
     finally:
         launcher.disconnect(print_line)
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from ramify.core.files import get_free_bytes
 from ramify.core.names import format_count
 from ramify.core.watchdog import watch_storage
-from ramify.launch.devices import GIB, list_visible_gpus, uses_gpu
+from ramify.launch.machine import GIB, list_visible_gpus
 from ramify.launch.memory import LORA_PARAMETER_FRACTION, MASTER_BYTES, MOMENT_BYTES, ModelSize, get_element_bytes
+from ramify.launch.requirements import uses_gpu
 from ramify.orchestrate.config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 from ramify.train.weights_directory import WEIGHTS_DIR
@@ -56,15 +57,15 @@ class DiskEstimate:
         advice = "free some space, set `output` to a larger disk, or train adapters ([trainer.lora])"
         return (
             f"the disk of {self.directory} is too small: {format_count(num_needed, 'checkpoint')} of "
-            f"{_format_size(self.checkpoint)}{reason}, published weights and logs need about "
-            f"{_format_size(needed)}, {_format_size(self.available)} are available; {advice}"
+            f"{format_size(self.checkpoint)}{reason}, published weights and logs need about "
+            f"{format_size(needed)}, {format_size(self.available)} are available; {advice}"
         )
 
     def format_lines(self) -> list[str]:
         """Return the estimate as lines of a plan, with a warning if the disk is too small."""
-        sizes = f"checkpoint {_format_size(self.checkpoint)}, published weights {_format_size(self.weights)}"
+        sizes = f"checkpoint {format_size(self.checkpoint)}, published weights {format_size(self.weights)}"
         warning = self.find_warning()
-        line = f"disk, roughly: {sizes}; {_format_size(self.available)} available in {self.directory}"
+        line = f"disk, roughly: {sizes}; {format_size(self.available)} available in {self.directory}"
         return [line, *([f"warning: {warning}"] if warning else [])]
 
     def find_warning(self) -> str | None:
@@ -75,7 +76,7 @@ class DiskEstimate:
             return None
         fitting = f"the disk of {self.directory} has room for {self.num_fitting} checkpoints"
         return (
-            f"{fitting} of {_format_size(self.checkpoint)}; checkpoint.keep_last = {self.keep_last} needs "
+            f"{fitting} of {format_size(self.checkpoint)}; checkpoint.keep_last = {self.keep_last} needs "
             f"{self.keep_last + 1} for a moment: older ones are removed earlier, the last one never"
         )
 
@@ -86,9 +87,9 @@ def estimate_disk(config: RunConfig) -> DiskEstimate | None:
         return None
     trainer, directory = config.trainer, config.shared_path or config.path
     num_trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
-    num_versions = 1 if config.weights.transport == "shm" else min(MAX_VERSIONS, config.max_steps + 1)
+    num_versions = 1 if config.weights.is_in_memory else get_max_versions(config)
     is_elsewhere = config.shared_path is not None and trainer.device != "cpu"  # the trainer's node may have GPUs
-    gpu = is_elsewhere or uses_gpu(trainer.device, list_visible_gpus())
+    gpu = is_elsewhere or uses_gpu(trainer.device, len(list_visible_gpus()))
     parents = directory.absolute().parents
     # A shared directory that does not exist may be mounted on other machines only; any other directory is created here.
     available = _measure_available(directory, parents if config.shared_path is None else parents[:1])
@@ -103,6 +104,11 @@ def estimate_disk(config: RunConfig) -> DiskEstimate | None:
         available=available,
         is_guessed=model.is_guessed,
     )
+
+
+def get_max_versions(config: RunConfig) -> int:
+    """Return the number of published versions of the weights that exist at the same time."""
+    return min(MAX_VERSIONS, config.max_steps + 1)
 
 
 def _measure_available(directory: Path, parents: Sequence[Path]) -> int | None:
@@ -128,5 +134,6 @@ def _iter_file_sizes(run: Path) -> Iterator[int]:
                     yield Path(parent, file).lstat().st_size
 
 
-def _format_size(num_bytes: int) -> str:
+def format_size(num_bytes: int) -> str:
+    """Return a number of bytes as text."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

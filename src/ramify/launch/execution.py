@@ -13,7 +13,7 @@ from ramify.core.display import open_display
 from ramify.core.errors import ProviderError, RamifyError, StorageFailed
 from ramify.core.interactive import AwaitableResult, call_interruptible, run_coroutine
 from ramify.core.watchdog import WATCHDOG, watch_storage
-from ramify.launch.cluster_plan import ClusterPlan
+from ramify.launch.capacity import find_long_path_warning
 from ramify.launch.completion import mark_finished, prepare_run_directory, replicate_run
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
 from ramify.launch.disk import estimate_disk
@@ -21,6 +21,7 @@ from ramify.launch.head import prepare_head
 from ramify.launch.head_leases import hold_leases
 from ramify.launch.last_state import read_startup_wait
 from ramify.launch.launcher import Launcher
+from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.process import EarlierProcess
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
@@ -55,7 +56,7 @@ class RunResult(AwaitableResult):
 
 
 def execute_plan(
-    plan: LaunchPlan | ClusterPlan,
+    plan: LaunchPlan,
     *,
     fresh: bool = False,
     accept_changes: bool = False,
@@ -67,9 +68,11 @@ def execute_plan(
     """Run the processes of the plan until the run ends; the run directory is locked meanwhile.
 
     `environments` holds the identities of the sources whose code is on this machine. A changed environment raises
-    EnvironmentChanged, unless `accept_changes`. `is_locked` says that the caller has locked the run directory.
+    EnvironmentChanged, unless `accept_changes`. Without a `launcher`, processes are started on this machine.
+    `is_locked` says that the caller has locked the run directory.
     """
     config, path, print_line = plan.config, plan.config.path, display.print_line
+    launcher = launcher or LocalLauncher()
     with plan.reservation, contextlib.nullcontext() if is_locked else lock_run(path):
         epoch, WATCHDOG.is_ending = 0, False
         if config.shared_path is not None:
@@ -86,7 +89,7 @@ def execute_plan(
             return RunResult(path, RunOutcome.FINISHED, did_run=False, steps=steps)
         with storage_call(path):
             plan.write()
-        leases = hold_leases(path, config.shared_path, epoch, plan.process_specs, print_line=print_line)
+        leases = hold_leases(path, config.shared_path, epoch, plan.process_specs, launcher, print_line=print_line)
         with hold_weights_directory(config, print_line), leases as earlier:
             try:
                 supervision = _supervise(plan, display, launcher, epoch, earlier)
@@ -116,9 +119,9 @@ def _record_end(path: Path, kind: str, **fields: str) -> None:
 
 
 async def _supervise(
-    plan: LaunchPlan | ClusterPlan,
+    plan: LaunchPlan,
     display: RunDisplay,
-    launcher: Launcher | None,
+    launcher: Launcher,
     epoch: int,
     earlier_processes: Mapping[str, EarlierProcess],
 ) -> RunOutcome:
@@ -142,12 +145,12 @@ async def _supervise(
             launcher=launcher,
             epoch=epoch,
             earlier_processes=earlier_processes,
-            head_node=plan.placement.head.name if isinstance(plan, ClusterPlan) else "",
+            head_node=plan.placement.head.name,
         )
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)
         disk = estimate_disk(plan.config) if plan.model is not None else None
-        memory_warning = plan.find_memory_warning() if isinstance(plan, LaunchPlan) else None
+        memory_warning = find_long_path_warning(plan.config, plan.placement.nodes) if plan.model is not None else None
         for warning in filter(None, [disk and disk.find_warning(), memory_warning]):
             print_line(f"warning: {warning}")
         client = StatusClient(plan.status_address, timeout=2.0)

@@ -19,7 +19,8 @@ from ramify.core.errors import StorageFailed
 from ramify.core.files import write_atomically
 from ramify.core.watchdog import watch_storage
 from ramify.launch.head import check_newest_head
-from ramify.launch.process import EarlierProcess, ProcessSpec
+from ramify.launch.launcher import Launcher, ProcessSpec
+from ramify.launch.process import EarlierProcess
 from ramify.launch.run_record import read_earlier_processes, read_record
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store import storage_call
@@ -34,6 +35,7 @@ def hold_leases(
     shared: Path | None,
     epoch: int,
     specs: Sequence[ProcessSpec],
+    launcher: Launcher,
     *,
     print_line: Callable[[str], None] = print,
 ) -> Generator[dict[str, EarlierProcess]]:
@@ -43,7 +45,7 @@ def hold_leases(
     """
     earlier = read_earlier_processes(run)
     delays = {spec.name: spec.placement.lease.replacement_delay for spec in specs if spec.placement is not None}
-    if shared is None or not delays:
+    if shared is None or not launcher.can_lose_nodes:
         yield earlier
         return
     directory = shared / LEASES_DIR
@@ -54,7 +56,7 @@ def hold_leases(
         yield {**earlier_heads, **earlier}
     finally:
         is_recorded = read_record(run).get("pid") == os.getpid()
-        if is_recorded and not any(process.may_run for process in read_earlier_processes(run).values()):
+        if is_recorded and not any(process.replacement_delay for process in read_earlier_processes(run).values()):
             try:
                 _remove_leases(directory, epoch)
             except OSError as error:  # the next head waits, which does no harm
@@ -83,7 +85,7 @@ def _read_earlier_heads(directory: Path, epoch: int) -> dict[str, EarlierProcess
     for number in range(epoch):
         delays = _merge_delays(delays, _read_delays(directory, number))
     return {  # a head that still runs notices after POLL_INTERVAL that it was replaced
-        name: EarlierProcess(FencingToken(epoch - 1), may_run=True, replacement_delay=delay + POLL_INTERVAL)
+        name: EarlierProcess(FencingToken(epoch - 1), replacement_delay=delay + POLL_INTERVAL)
         for name, delay in delays.items()
     }
 

@@ -6,14 +6,17 @@
 
 Commands and config files contain addresses, and an address is known only when the process has a place. So a slot is
 opened first, and the command is built for it. Run directories are on the disk of the head, so config files are sent
-along and written on the node. `LocalLauncher` starts processes on this machine, `RayLauncher` on the nodes of Ray.
+along and written on the node. `LocalLauncher` starts processes on this machine, a cluster of one node; `RayLauncher`
+starts them on the nodes of Ray. Nothing else knows which of the two a run has.
 """
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.lease import LeaseTerms, RoleLeases
@@ -34,6 +37,17 @@ class ClusterNode:
     """Memory of each GPU."""
     is_head: bool = False
     """Whether it is the head, which runs the supervisor, the orchestrator and the ledger."""
+    allows_sharing: bool = False
+    """Whether processes may share its cores and GPUs; otherwise the launcher reserves them for one process each."""
+    is_assumed: bool = False
+    """Whether it is only assumed, for a dry run."""
+
+
+class Place(NamedTuple):
+    """Where a rank runs: the name of its node, and the numbers of its GPUs there."""
+
+    node: str
+    gpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +56,10 @@ class Placement:
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
-    choose_nodes: Callable[[Sequence[ClusterNode]], Sequence[str]] | None = None
-    """Returns the name of the node of each rank, of those that can be reached, or nothing if there is no room. None:
-    each rank goes wherever there is room."""
+    choose_places: Callable[[Sequence[ClusterNode]], Sequence[Place]] | None = None
+    """Returns the place of each rank, on nodes that can be reached, or nothing if there is no room. None: anywhere."""
+    port: int = 0
+    """The port that it listens on; 0: any free one."""
     lease: LeaseTerms = LeaseTerms()  # noqa: RUF009 - it is immutable
     """How long the process may run while its node cannot be reached."""
 
@@ -142,11 +157,69 @@ class ProcessSlot(Protocol):
         ...
 
 
+class ProcessRole(Enum):
+    """What the exit of a process means for the run."""
+
+    LEADER = "leader"  # its exit code is that of the run
+    FOLLOWER = "follower"  # exit code 0: its work is done
+    SERVICE = "service"  # it should not exit before the run ends
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What to start, and how to supervise it."""
+
+    name: str
+    """`inference/0`, `env/train/reverse/0`, `orchestrator`, `trainer`."""
+    command: tuple[str, ...]
+    log: Path
+    role: ProcessRole = ProcessRole.SERVICE
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment variables in addition to those of the supervisor."""
+    address: str = ""
+    """Address at which it answers when it is ready (`http://...`, `tcp://...`); without one, it is ready at once."""
+    ready_timeout: float = 600.0
+    """Seconds until it must answer."""
+    hang_timeout: float | None = None
+    """Seconds without an answer after which a process on the head is killed and restarted. None: never."""
+    last_state: Callable[[], str] | None = None
+    """Returns its last known state, for the log, when it does not answer."""
+    prepare: Callable[[], None] | None = None
+    """Called before each start, in a thread of its own, as are `build_start` and `last_state`."""
+    preload_modules: tuple[str, ...] = ()
+    """Modules that take long to import; the process may be forked from one that has imported them."""
+    service: str = ""
+    """Key under which its address is listed in the address book, if it is not always the same; several may share it."""
+    num_ranks: int = 1
+    """Number of processes that run this command together, as one gang."""
+    placement: Placement | None = None
+    """What it needs of the node that it is started on. None: it runs on the head, at the address above."""
+    start_after: tuple[str, ...] = ()
+    """Names of processes that must have a place, and so an address, before this one is configured and started."""
+    build_start: Callable[[ProcessSlot], ProcessStart] | None = None
+    """Returns what to start in a slot, for each rank, in addition to `env`; None: `command`, at `address`."""
+
+    @property
+    def logs(self) -> tuple[Path, ...]:
+        """The log of each rank: `trainer.log`, `trainer-1.log`, `trainer-2.log`."""
+        names = (f"{self.log.stem}-{rank}{self.log.suffix}" for rank in range(1, self.num_ranks))
+        return (self.log, *(self.log.with_name(name) for name in names))
+
+
 class Launcher(Protocol):
     """Starts processes on nodes."""
 
+    @property
+    def can_lose_nodes(self) -> bool:
+        """Whether a process may run on after its supervisor has ended or cannot be reached, until its lease ends."""
+        ...
+
     def list_nodes(self) -> list[ClusterNode]:
         """Return the nodes that can be reached."""
+        ...
+
+    def prepare(self, specs: Sequence[ProcessSpec]) -> AbstractContextManager[None]:
+        """Reserve what the processes of a run need before the first one starts. Raises PortTaken for a port in use."""
         ...
 
     async def open_slots(

@@ -1,16 +1,29 @@
-"""The cores and the memory that this process may use.
+"""The cores, the memory and the GPUs that this process may use.
 
 A container shows the cores and memory of its host, and a scheduler may pin a process to fewer cores. So the result is
 the minimum of the hardware, the affinity of this process, and all its control groups up to the root.
 """
 
+import os
+import re
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from ramify.core.errors import ConfigInvalid
+from ramify.launch.launcher import ClusterNode
+from ramify.processes.probe import run_probe
 from ramify.rollout.envserver.config import count_available_cores
+
+GIB = 1 << 30
+HOST = "127.0.0.1"
+QUERY_TIMEOUT = 10.0  # seconds
+NVIDIA_SMI_QUERY = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+ASSUMED_CORES_PER_GPU = 8
+ASSUMED_GPUS_PATTERN = re.compile(r"(\d+)x(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +32,60 @@ class CgroupLimits:
 
     cpus: float | None = None
     memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU of this machine, by the index that CUDA knows it by; `memory` is in bytes."""
+
+    index: str
+    memory: int
+
+
+def list_visible_gpus() -> list[Gpu]:
+    """Return the GPUs that this process may use; none without a driver."""
+    probe = run_probe(NVIDIA_SMI_QUERY, timeout=QUERY_TIMEOUT)
+    rows = [line.split(", ") for line in probe.text.splitlines()] if probe.ok else []
+    gpus = [Gpu(index, int(memory) << 20) for index, memory in rows]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus
+    return [gpu for index in visible.split(",") for gpu in gpus if gpu.index == index.strip()]
+
+
+def describe_machine(gpus: list[Gpu] | None = None) -> ClusterNode:
+    """Return this machine as a cluster of one node; `gpus` are those that it has, if they are known."""
+    gpus = list_visible_gpus() if gpus is None else gpus
+    return ClusterNode(
+        socket.gethostname(),
+        HOST,
+        num_cpus=count_usable_cores(),
+        num_gpus=len(gpus),
+        memory=get_usable_memory(),
+        gpu_memory=min((gpu.memory for gpu in gpus), default=None),
+        is_head=True,
+        allows_sharing=True,
+    )
+
+
+def assume_machine(text: str) -> ClusterNode:
+    """Return a machine like this one with other GPUs, for a dry run: `8x80` is eight GPUs of 80 GiB each.
+
+    Its memory is unknown. Raises ConfigInvalid.
+    """
+    match = ASSUMED_GPUS_PATTERN.fullmatch(text)
+    if match is None:
+        raise ConfigInvalid(f"expected COUNTxGIB, such as 8x80, got {text!r}", key="--assume-gpus")
+    return ClusterNode(
+        "assumed",
+        HOST,
+        num_cpus=max(count_usable_cores(), ASSUMED_CORES_PER_GPU * int(match[1])),
+        num_gpus=int(match[1]),
+        gpu_memory=int(float(match[2]) * GIB),
+        is_head=True,
+        allows_sharing=True,
+        is_assumed=True,
+    )
 
 
 def count_usable_cores(limits: CgroupLimits | None = None) -> int:

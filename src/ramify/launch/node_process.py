@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from ramify.core.errors import RamifyError
 from ramify.launch.launcher import ProcessStart
 from ramify.launch.local_launcher import LocalSlot
+from ramify.launch.ports import PortReservation
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.lease import LeaseHolder, LeaseTerms, read_lease_clock
@@ -84,7 +85,8 @@ class NodeProcess:
         slot_class: type[LocalSlot] = LocalSlot,
     ) -> None:
         self._release_bytes = release_bytes
-        self._slot = slot_class(host=host, has_port=True, is_detached=True)
+        self._reservation = PortReservation({"port": f"tcp://{host}:0"})
+        self._slot = slot_class(host=host, reservation=self._reservation, is_detached=True)
         self._log = ProcessLog(self._slot.directory / "output.log", append=True)  # /dev/stdout, too
         with storage_call(self._log.path):
             self._log.open().close()
@@ -165,5 +167,6 @@ class NodeProcess:
             return log.read(MAX_LOG_BYTES), size
 
     async def close(self) -> None:
-        """Stop the process and remove its files."""
-        await self._slot.stop()
+        """Stop the process, remove its files and release its port."""
+        with self._reservation:
+            await self._slot.stop()

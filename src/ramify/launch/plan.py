@@ -1,36 +1,31 @@
-"""The launch plan of a run: its processes, with their configuration, cores, GPUs and ports.
+"""The launch plan of a run: its processes, where each one runs, and how each one is started there.
 
-Everything that can be decided before a process starts is decided here, once; `--dry-run` prints it. A restarted process
-follows the same plan, so addresses do not change.
+What a process needs is in `requirements`, its place in `placement`. The address of a process is known only when the
+launcher has opened its slot, and may change at a restart. So the plan has, for every process, a function that builds
+its command and configuration for a slot. Env servers start after engines have a place, and the orchestrator after both,
+so that they know the first addresses; they learn later ones from the address book. `--dry-run` prints the plan.
 """
 
-import shlex
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from ramify.core.config import Config, write_toml
-from ramify.core.errors import ConfigInvalid
+from ramify.core.config import Config, dump_toml, write_toml
 from ramify.core.names import format_count
 from ramify.env.chat_client import get_model_variable
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
-from ramify.launch.devices import GIB, DeviceAllocation, DeviceAllocations, Gpu, allocate_devices, allocate_for_run
+from ramify.launch.capacity import choose_moments, find_long_path_warning, place_run
 from ramify.launch.last_state import describe_last_state
-from ramify.launch.machine import count_usable_cores
-from ramify.launch.memory import (
-    MemoryEstimate,
-    ModelSize,
-    check_memory,
-    decide_moments,
-    estimate_memory,
-    find_long_path_warning,
-)
+from ramify.launch.launcher import ClusterNode, Placement, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
+from ramify.launch.machine import GIB
+from ramify.launch.memory import ModelSize
+from ramify.launch.placement import Assignments, ProcessDemand, RunPlacement, place_processes
 from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
-from ramify.launch.ports import HOST, PortReservation, build_source_addresses
-from ramify.launch.process import ProcessRole, ProcessSpec
+from ramify.launch.ports import PortReservation, build_source_addresses
 from ramify.launch.process_configs import (
     build_env_server_config,
     build_model_serve_config,
@@ -38,90 +33,83 @@ from ramify.launch.process_configs import (
     build_trainer_config,
 )
 from ramify.launch.published_weights import link_newest_weights
-from ramify.launch.run_checks import check_run
-from ramify.orchestrate.address_book import MODEL_PREFIX
+from ramify.launch.requirements import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
+from ramify.launch.weight_transport import choose_transport, describe_weights, is_beside_trainer
+from ramify.orchestrate.address_book import INFERENCE_KEY, MODEL_PREFIX
+from ramify.orchestrate.cluster_config import ClusterConfig
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
+from ramify.processes.wire.address import is_local
 from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
 from ramify.rollout.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
+from ramify.run.fencing.lease import LeaseTerms
 from ramify.train.process_config import TrainerProcessConfig
 
 ENGINE_MODULES = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")
 TRAINER_MODULES = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.process")
 ATTEMPT_SHUTDOWN_TIMEOUT = 2.0  # seconds that attempts in flight get when the run stops; they are retried anyway
+ENGINE_LEASE_FACTOR = 2  # engines take minutes to start, so they are replaced later than other processes
+SECRET_BYTES = 32
+STDOUT = Path("/dev/stdout")
 
 SourceT = TypeVar("SourceT", bound=ServedSourceConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The processes of a run, and what they need."""
+    """The processes of a run, and where they are started."""
 
     config: RunConfig
     process_specs: tuple[ProcessSpec, ...]
-    config_files: Mapping[Path, Config]
-    """The configuration of each process, by its file."""
-    devices: DeviceAllocations
+    placement: RunPlacement
     model: ModelSize | None
     """None if the size of the model is unknown."""
-    memory_estimate: MemoryEstimate | None
     orchestrator_address: str
     """Address that the trainer connects to."""
     status_address: str
     """Address of the status server."""
     reservation: PortReservation
-    """Holds the ports of all processes until the run ends."""
+    """Holds the ports of the orchestrator until the run ends."""
 
     def write(self) -> None:
-        """Write the configuration of the run and of each process, and the plan as text, to the run directory."""
-        write_toml(self.config, self.config.path / "config.toml")
-        (self.config.path / "plan.txt").write_text("\n".join([*self.format_lines(), ""]), encoding="utf-8")
-        for file, config in self.config_files.items():
-            write_toml(config, file)
+        """Write the configuration of the run, and the plan as text, to the run directory."""
+        write_plan(self.config, self.placement)
 
-    def format_lines(self) -> list[str]:
-        """Return the plan as lines of text."""
-        lines = [describe_run(self.config), describe_step_size(self.config)]
-        devices = {"inference": self.devices.inference, "trainer": self.devices.trainer}
-        for spec in self.process_specs:
-            kind = "inference" if spec.name.startswith(MODEL_PREFIX) else spec.name
-            spec_devices = devices.get(kind, self.devices.other)
-            lines += ["", f"{spec.name}: {spec_devices}", f"  {shlex.join(spec.command)}"]
-            lines += [f"  at {spec.address}, log in {spec.log}" if spec.address else f"  log in {spec.log}"]
-        external = [
-            f"{name}: {address} (external, not managed by this run)"
-            for name, address in _list_external_services(self.config)
-        ]
-        notes = [*list_disk_notes(self.config), *list_model_notes(self.config), *list_start_notes(self.config)]
-        if warning := self.find_memory_warning():
-            notes.append(f"warning: {warning}")
-        if self.model and self.model.experts_note:
-            notes.append(self.model.experts_note)
-        return [*lines, *(["", *external] if external else []), "", self._describe_memory(), *notes]
 
-    def find_memory_warning(self) -> str | None:
-        """Return why the run may need more memory than its devices have; None if it does not."""
-        return find_long_path_warning(self.config, self.model, self.devices) if self.model else None
+def write_plan(config: RunConfig, placement: RunPlacement) -> None:
+    """Write the configuration of a run, and its plan as text, to the run directory."""
+    write_toml(config, config.path / "config.toml")
+    text = "\n".join([*format_plan(config, placement), ""])
+    (config.path / "plan.txt").write_text(text, encoding="utf-8")
 
-    def _describe_memory(self) -> str:
-        if self.model is None or self.memory_estimate is None:
-            return f"memory: unknown, model {self.config.model.name} is not on this machine"
-        estimate, (engine_gpus, trainer_gpus) = self.memory_estimate, self.devices.gpus_by_role
-        shared = engine_gpus[:1] if self.devices.is_colocated else []
-        parts = [("inference", estimate.inference, engine_gpus), ("trainer", estimate.trainer, trainer_gpus)]
-        fields = [
-            f"{name} {size / GIB:.1f} GiB {'per GPU' if gpus else 'in total'}" for name, size, gpus in parts if size
-        ]
-        fields += [f"together {(estimate.inference + estimate.trainer) / GIB:.1f} GiB on {gpu.label}" for gpu in shared]
-        fields += [f"everything else {estimate.other / GIB:.1f} GiB in total"]
-        sizes = {gpu.memory for gpu in (*engine_gpus, *trainer_gpus) if gpu.memory is not None}
-        gpu_size = f"; a GPU has {min(sizes) / GIB:.1f} GiB" if sizes else ""
-        if self.devices.is_assumed:
-            gpu_size += ", as assumed (--cluster.node.gpu_memory_gib)"
-        model = f"{self.model.num_parameters:,} parameters, {self.model.origin}"
-        moments = "; moments of AdamW in 8 bits" if self.config.trainer.optim.moments == "8bit" else ""
-        return f"memory, roughly: {', '.join(fields)}{gpu_size}; {model}{moments}"
+
+def format_plan(config: RunConfig, placement: RunPlacement, origin: str = "") -> list[str]:
+    """Return the plan of a run as lines of text; `origin` says where its nodes come from."""
+    lines = [describe_run(config), describe_step_size(config), *([origin] if origin else []), *placement.format_lines()]
+    external = [
+        f"{name}: {address} (external, not managed by this run)" for name, address in _list_external_services(config)
+    ]
+    model = ModelSize.from_name(config.model.name)
+    notes = [*list_disk_notes(config), *list_model_notes(config), *list_start_notes(config)]
+    if TRAINER in placement.places and (warning := find_long_path_warning(config, placement.nodes)):
+        notes.append(f"warning: {warning}")
+    if model and model.experts_note:
+        notes.append(model.experts_note)
+    weights = [line] if model and (line := describe_weights(config, placement, model)) else []
+    return [*lines, "", *external, *weights, _describe_memory(config, placement, model), *notes]
+
+
+def _describe_memory(config: RunConfig, placement: RunPlacement, model: ModelSize | None) -> str:
+    if model is None:
+        return f"memory: unknown, model {config.model.name} is not on this machine"
+    names_by_size: dict[str, list[str]] = {}
+    for name, needed, memory in placement.list_memory():
+        size = f"{needed / GIB:.1f} GiB" if memory is None else f"{needed / GIB:.1f} of {memory / GIB:.1f} GiB"
+        names_by_size.setdefault(size, []).append(name)
+    sizes = [f"{', '.join(names)} {size}" for size, names in names_by_size.items()]
+    moments = "; moments of AdamW in 8 bits" if config.trainer.optim.moments == "8bit" else ""
+    return f"memory, roughly: {'; '.join(sizes)}; {model.num_parameters:,} parameters, {model.origin}{moments}"
 
 
 def describe_run(config: RunConfig) -> str:
@@ -129,240 +117,286 @@ def describe_run(config: RunConfig) -> str:
     return f"run {config.path}: {config.model.name}, {format_count(config.max_steps, 'step')}"
 
 
-def build_plan(config: RunConfig, *, dry_run: bool = False, gpus: list[Gpu] | None = None) -> LaunchPlan:
-    """Build the plan of a run. Raises ConfigInvalid if the run is not possible, PortTaken for a port in use.
+def build_plan(config: RunConfig, nodes: Sequence[ClusterNode]) -> LaunchPlan:
+    """Build the plan of a run on these nodes.
 
-    With `dry_run`, the plan may be for another machine: GPUs and the model need not exist here.
+    Raises ConfigInvalid or ClusterTooSmall if the run is not possible, PortTaken for a port in use.
     """
-    check_run(config, dry_run=dry_run)
-    devices = allocate_for_run(config, dry_run=dry_run, gpus=gpus)
-    if config.weights.transport == "ipc" and not (
-        isinstance(config.inference, EngineConfig) and devices.inference.gpus == devices.trainer.gpus
-    ):
-        needed = "a native engine that the run starts, on the same GPU as the trainer"
-        raise ConfigInvalid(f"weights.transport: 'ipc' needs {needed}; use 'disk' or 'shm'")
-    model = ModelSize.from_name(config.model.name)
-    estimate = None
-    if model is not None:
-        config = decide_moments(config, model, devices)
-        check_memory(config, model, devices)
-        estimate = estimate_memory(config, model, devices)
-    builder = _PlanBuilder(config, devices)
-    services = (*builder.build_inference_specs(), *builder.build_model_specs(), *builder.build_env_server_specs())
-    return builder.build((*services, builder.build_orchestrator_spec(), builder.build_trainer_spec()), model, estimate)
+    return _PlanBuilder(*plan_run(config, nodes)).build()
 
 
-def build_orchestrator_plan(config: RunConfig) -> LaunchPlan:
+def plan_run(config: RunConfig, nodes: Sequence[ClusterNode]) -> tuple[RunConfig, RunPlacement]:
+    """Return the configuration with everything decided that depends on the nodes, and the placement.
+
+    Raises what `build_plan` raises.
+    """
+    config = choose_moments(config, nodes)
+    placement = place_run(config, nodes)
+    transport = choose_transport(config, placement)
+    if transport == config.weights.transport:
+        return config, placement
+    weights = config.weights.model_copy(update={"transport": transport})
+    config = config.model_copy(update={"weights": weights})
+    return config, place_run(config, nodes)
+
+
+def build_orchestrator_plan(config: RunConfig, nodes: Sequence[ClusterNode]) -> LaunchPlan:
     """Build the plan of an orchestrator and the env servers it starts, without engine and trainer."""
-    devices = allocate_devices(count_usable_cores(), [], inference="none", trainer="cpu", placement="auto")
-    builder = _PlanBuilder(config, devices)
-    return builder.build((*builder.build_env_server_specs(), builder.build_orchestrator_spec()))
+    demands = build_service_demands(config, nodes)
+    places = place_processes(demands, nodes)
+    plan = _PlanBuilder(config, RunPlacement(tuple(nodes), tuple(demands), places)).build()
+    return replace(plan, model=None)
 
 
 class _PlanBuilder:
-    """Builds the specs of the processes, each with its part of the run's configuration.
+    """Builds the specs of the processes, and remembers the address of each process that has a place."""
 
-    All processes start at once, because each takes long to load, and wait for each other if they have to.
-    """
-
-    def __init__(self, config: RunConfig, devices: DeviceAllocations) -> None:
-        self.config, self.path, self.devices = config, config.path, devices
-        orchestrator = config.orchestrator
-        addresses = {
-            "orchestrator.address": orchestrator.address,
-            "orchestrator.status_address": orchestrator.status_address,
+    def __init__(self, config: RunConfig, placement: RunPlacement) -> None:
+        self.config, self.placement, self.head = config, placement, placement.head
+        address = config.orchestrator.address
+        if is_local(address):  # the ranks of the trainer may connect to it from other nodes
+            address = f"tcp://{self.head.host}:{urlsplit(address).port}"
+        self.reservation = PortReservation(
+            {"orchestrator.address": address, "orchestrator.status_address": config.orchestrator.status_address}
+        )
+        self.address, self.status_address = self.reservation.addresses.values()
+        self.assignments = Assignments(placement.demands, placement.places)
+        self.addresses: dict[str, str] = {}
+        self.source_ports = {
+            f"{ENV_PREFIX}{name}": urlsplit(address).port or 0
+            for name, address in build_source_addresses(config).items()
         }
-        if not isinstance(config.inference, ExternalConfig):
-            addresses["inference"] = f"http://{HOST}:0"
-        managed_models = {name: model for name, model in config.all_models.items() if model.is_managed}
-        addresses |= {f"{MODEL_PREFIX}{name}": f"http://{HOST}:0" for name in managed_models}
-        self.reservation = PortReservation({**addresses, **build_source_addresses(config)})
-        self.addresses = self.reservation.addresses
-        if isinstance(config.inference, VLLMConfig):
-            self.reservation.release("inference")  # vLLM binds its port without SO_REUSEPORT
-        for name, model in managed_models.items():
-            if isinstance(model.inference, VLLMConfig):
-                self.reservation.release(f"{MODEL_PREFIX}{name}")
-        self.run_config = _with_addresses(config, self.addresses)
-        self.config_files: dict[Path, Config] = {}
+        self.engine_names = placement.list_names(ENGINE_PREFIX, MODEL_PREFIX)
+        self.is_trainer_on_gpu = any(demand.gpus for demand in placement.demands if demand.name == TRAINER)
+        self.uses_gpus = any(demand.gpus for demand in placement.demands)
+        # Addresses that other machines can reach need a secret.
+        is_reachable = not all(is_local(f"tcp://{node.host}:0") for node in placement.nodes)
+        secret = config.secret or secrets.token_hex(SECRET_BYTES)
+        self.secret_env = {config.secret_env: secret} if is_reachable else {}
 
-    def build(
-        self, specs: tuple[ProcessSpec, ...], model: ModelSize | None = None, estimate: MemoryEstimate | None = None
-    ) -> LaunchPlan:
-        """Build the plan of these processes."""
+    def build(self) -> LaunchPlan:
+        """Build the plan."""
         return LaunchPlan(
             config=self.config,
-            process_specs=specs,
-            config_files=self.config_files,
-            devices=self.devices,
-            model=model,
-            memory_estimate=estimate,
-            orchestrator_address=self.run_config.orchestrator.address,
-            status_address=self.run_config.orchestrator.status_address,
+            process_specs=tuple(self._build_spec(demand) for demand in self.placement.demands),
+            placement=self.placement,
+            model=ModelSize.from_name(self.config.model.name),
+            orchestrator_address=self.address,
+            status_address=self.status_address,
             reservation=self.reservation,
         )
 
-    def build_inference_specs(self) -> list[ProcessSpec]:
-        """Return the inference engine, unless inference is external."""
-        if isinstance(self.config.inference, ExternalConfig):
-            return []
-        url = urlsplit(self.addresses["inference"])
-        table = build_serve_config(self.config, self.devices.trainer.gpus)
-        table["server"] |= {"host": url.hostname, "port": url.port, "shutdown_timeout": ATTEMPT_SHUTDOWN_TIMEOUT}
-        if isinstance(self.config.inference, VLLMConfig):
-            table["inference"].setdefault("log_file", str(self.path / "logs" / "vllm.log"))
-        config = ServeConfig(**table)
-        file = self._add_config_file("inference", config)
+    # -- specs ---------------------------------------------------------------------------------------------------------
 
-        def prepare() -> None:
-            """Configure the engine to serve the newest weights, unless it fetches them when it joins the run."""
-            weights = link_newest_weights(self.config) if self.config.weights.url is None else None
-            name = str(weights.absolute()) if weights is not None else self.config.model.name
-            write_toml(config.model_copy(update={"model": ModelConfig(name=name)}), file)
-
-        is_preloadable = self._is_cpu_only and isinstance(self.config.inference, EngineConfig)
-        return [
-            ProcessSpec(
-                "inference",
-                (*RAMIFY_COMMAND, "serve", "@", str(file)),
-                self.path / "logs" / "inference.log",
-                env={**self._build_environment(self.devices.inference, "inference"), **self._training_lock_env},
-                address=f"{self.addresses['inference']}/health",
-                ready_timeout=self.config.launch.startup_timeout,
-                prepare=prepare,
-                preload_modules=ENGINE_MODULES if is_preloadable else (),
-            )
-        ]
-
-    def build_model_specs(self) -> list[ProcessSpec]:
-        """Return the engines of the other models that the run starts; their weights never change."""
-        managed = {name: model for name, model in self.config.all_models.items() if model.is_managed}
-        return [self._build_model_spec(f"{MODEL_PREFIX}{name}", model) for name, model in managed.items()]
-
-    def _build_model_spec(self, process_name: str, model: NamedModelConfig) -> ProcessSpec:
-        file_name, address = process_name.replace("/", "-"), self.addresses[process_name]
-        url, table = urlsplit(address), build_model_serve_config(self.config, model, self.devices.inference.gpus)
-        table["server"] |= {"host": url.hostname, "port": url.port, "shutdown_timeout": ATTEMPT_SHUTDOWN_TIMEOUT}
-        if isinstance(model.inference, VLLMConfig):
-            table["inference"].setdefault("log_file", str(self.path / "logs" / f"{file_name}-vllm.log"))
-        file = self._add_config_file(file_name, ServeConfig(**table))
-        is_preloadable = self._is_cpu_only and isinstance(model.inference, EngineConfig)
-        return ProcessSpec(
-            process_name,
-            (*RAMIFY_COMMAND, "serve", "@", str(file)),
-            self.path / "logs" / f"{file_name}.log",
-            env=self._build_environment(self.devices.inference, process_name),
-            address=f"{address}/health",
-            ready_timeout=self.config.launch.startup_timeout,
-            preload_modules=ENGINE_MODULES if is_preloadable else (),
+    def _build_spec(self, demand: ProcessDemand) -> ProcessSpec:
+        config, name = self.config, demand.name
+        if name == ORCHESTRATOR:
+            return self._build_orchestrator_spec(demand)
+        lease_factor = ENGINE_LEASE_FACTOR if name in self.engine_names else 1
+        spec = ProcessSpec(
+            name,
+            (),
+            config.path / "logs" / f"{name.replace('/', '-')}.log",
+            env={**_build_thread_variables(demand.cores), **self._build_lock_variable(name), **self.secret_env},
+            ready_timeout=config.launch.startup_timeout,
+            num_ranks=demand.num_ranks,
+            placement=Placement(
+                demand.cores,
+                demand.gpus,
+                partial(self.assignments.assign, name),
+                port=self.source_ports.get(_get_service(name), 0),
+                lease=LeaseTerms(config.cluster.lease_duration * lease_factor),
+            ),
         )
+        if name == TRAINER:
+            modules = () if self.uses_gpus else TRAINER_MODULES  # CUDA does not survive a fork
+            build_start = partial(self._build_trainer_start, demand)
+            return replace(spec, role=ProcessRole.FOLLOWER, preload_modules=modules, build_start=build_start)
+        spec = replace(spec, service=_get_service(name))
+        if name.startswith(ENV_PREFIX):
+            build_start = partial(self._build_env_server_start, demand)
+            return replace(spec, start_after=self.engine_names, build_start=build_start)
+        is_forkable = not self.uses_gpus and isinstance(self._get_engine_config(name), EngineConfig)
+        modules = ENGINE_MODULES if is_forkable else ()
+        return replace(spec, preload_modules=modules, build_start=partial(self._build_engine_start, demand))
 
-    def build_env_server_specs(self) -> list[ProcessSpec]:
-        """Return the env servers of all sources without an address."""
-        return [self._build_env_server_spec(name) for name in build_source_addresses(self.config)]
-
-    def _build_env_server_spec(self, name: str) -> ProcessSpec:
-        timeout, table = self.config.launch.startup_timeout, build_env_server_config(self.run_config, name)
-        config = EnvServerConfig(**table, shutdown_timeout=ATTEMPT_SHUTDOWN_TIMEOUT, worker_startup_timeout=2 * timeout)
-        source = config.select_source()
-        file = self._add_config_file(f"env-{source.kind}-{source.source_name.replace('/', '-')}", config)
+    def _build_orchestrator_spec(self, demand: ProcessDemand) -> ProcessSpec:
+        config, file = self.config, self.config.path / "configs" / "orchestrator.toml"
+        ports = self.reservation.format_ports("orchestrator.address", "orchestrator.status_address")
         return ProcessSpec(
-            f"env/{name}",
-            (*RAMIFY_COMMAND, "env-server", "@", str(file)),
-            source.log_path(self.path),
-            env={**self._build_environment(self.devices.other, name), **self._build_model_variables()},
-            address=self.addresses[name],
-            ready_timeout=timeout,
-        )
-
-    def build_orchestrator_spec(self) -> ProcessSpec:
-        """Return the orchestrator."""
-        file = self._add_config_file("orchestrator", with_default_pools(self.run_config))
-        return ProcessSpec(
-            "orchestrator",
+            ORCHESTRATOR,
             (*RAMIFY_COMMAND, "orchestrator", "@", str(file)),
-            self.path / "logs" / "orchestrator.log",
+            config.path / "logs" / "orchestrator.log",
             ProcessRole.LEADER,
-            env=self._build_environment(self.devices.other, "orchestrator.address", "orchestrator.status_address"),
-            address=f"{self.addresses['orchestrator.status_address']}/health",
-            ready_timeout=2 * self.config.launch.startup_timeout,  # it waits for engines, then for env servers
-            hang_timeout=self.config.launch.hang_timeout,
-            last_state=lambda: describe_last_state(self.path),
+            env={**_build_thread_variables(demand.cores), RESERVED_PORTS_VARIABLE: ports, **self.secret_env},
+            address=f"{self.status_address}/health",
+            ready_timeout=2 * config.launch.startup_timeout,  # it waits for engines, then for env servers
+            hang_timeout=config.launch.hang_timeout,
+            last_state=lambda: describe_last_state(config.path),
+            prepare=lambda: write_toml(_with_default_pools(self._build_run_config()), file),
+            start_after=(*self.engine_names, *self.placement.list_names(ENV_PREFIX)),
         )
 
-    def build_trainer_spec(self) -> ProcessSpec:
-        """Return the trainer, with one process per GPU."""
-        file = self._add_config_file("trainer", TrainerProcessConfig(**build_trainer_config(self.run_config)))
-        record = ("--record", str(self.path / "batches")) if self.config.record_batches else ()
-        arguments = ("trainer", "@", str(file), *record)
-        num_gpus = len(self.devices.trainer.gpus)
-        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus), "-m", "ramify")
-        command = (sys.executable, "-m", *torchrun, *arguments) if num_gpus > 1 else (*RAMIFY_COMMAND, *arguments)
-        log, env = self.path / "logs" / "trainer.log", {**self.devices.trainer.env, **self._training_lock_env}
-        modules = TRAINER_MODULES if self._is_cpu_only else ()
-        return ProcessSpec("trainer", command, log, ProcessRole.FOLLOWER, env=env, preload_modules=modules)
-
-    def _build_model_variables(self) -> dict[str, str]:
-        """Return the environment variables with the addresses of the run's other models, for judges and users."""
-        models = self.run_config.models
-        return {get_model_variable(name): f"{model.base_url[0]} {model.name}" for name, model in models.items()}
-
-    def _build_environment(self, devices: DeviceAllocation, *listeners: str) -> dict[str, str]:
-        """Return the environment variables of a process, with the ports that are reserved for it."""
-        return {**devices.env, RESERVED_PORTS_VARIABLE: self.reservation.format_ports(*listeners)}
-
-    @property
-    def _training_lock_env(self) -> dict[str, str]:
-        """The environment variable that makes the engine wait while a trainer on its GPU computes a step."""
-        path = str(self.path.resolve() / "training.lock")
-        return {TRAINING_LOCK_VARIABLE: path} if self.devices.is_colocated else {}
-
-    @property
-    def _is_cpu_only(self) -> bool:
-        """Whether no process uses a GPU. CUDA does not survive a fork, so only CPU processes are preforked."""
-        return not self.devices.inference.gpus and not self.devices.trainer.gpus
-
-    def _add_config_file(self, name: str, config: Config) -> Path:
-        file = self.path / "configs" / f"{name}.toml"
-        self.config_files[file] = config
-        return file
-
-
-def _with_addresses(config: RunConfig, addresses: Mapping[str, str]) -> RunConfig:
-    """Return the configuration with the addresses of all processes that the run starts."""
-
-    def with_address(kind: str, source: SourceT) -> SourceT:
-        return source.model_copy(update={"address": source.address or addresses[f"{kind}/{source.source_name}"]})
-
-    orchestrator = {
-        "address": addresses["orchestrator.address"],
-        "status_address": addresses["orchestrator.status_address"],
-    }
-    inference = {"inference": ExternalConfig(base_url=[addresses["inference"]])} if "inference" in addresses else {}
-    models = {
-        name: NamedModelConfig(name=model.name, base_url=[addresses[f"{MODEL_PREFIX}{name}"]])
-        if model.is_managed
-        else model
-        for name, model in config.all_models.items()
-    }
-    return config.model_copy(
-        update={
-            "name": config.path.name,
-            "models": models,
-            "train": [with_address("train", source) for source in config.train],
-            "eval": [with_address("eval", source) for source in config.eval],
-            "orchestrator": config.orchestrator.model_copy(update=orchestrator),
-            **inference,
+    def _build_run_config(self) -> RunConfig:
+        """Return the configuration of the orchestrator, with the addresses that the processes have now."""
+        config, services = self.config, self._list_services()
+        inference = {"inference": ExternalConfig(base_url=services[INFERENCE_KEY])} if INFERENCE_KEY in services else {}
+        models = {
+            name: NamedModelConfig(name=model.name, base_url=services[f"{MODEL_PREFIX}{name}"])
+            if model.is_managed
+            else model
+            for name, model in config.all_models.items()
         }
-    )
+
+        def with_address(kind: str, source: SourceT) -> SourceT:
+            addresses = services.get(f"{ENV_PREFIX}{kind}/{source.source_name}")
+            return source.model_copy(update={"address": source.address or addresses})
+
+        return config.model_copy(
+            update={
+                "name": config.path.name,
+                "models": models,
+                "train": [with_address("train", source) for source in config.train],
+                "eval": [with_address("eval", source) for source in config.eval],
+                "orchestrator": config.orchestrator.model_copy(
+                    update={"address": self.address, "status_address": self.status_address}
+                ),
+                "cluster": ClusterConfig(shared_directory=config.cluster.shared_directory),
+                **inference,
+            }
+        )
+
+    # -- starts --------------------------------------------------------------------------------------------------------
+
+    def _build_engine_start(self, demand: ProcessDemand, slot: ProcessSlot) -> ProcessStart:
+        """Return the start of an engine, which serves the newest weights, or of the engine of another model."""
+        config, name, url = self.config, demand.name, f"http://{slot.host}:{slot.port}"
+        if name.startswith(MODEL_PREFIX):
+            model = config.all_models[name.removeprefix(MODEL_PREFIX)]
+            table = build_model_serve_config(config, model, is_on_gpu=demand.gpus > 0)
+        else:
+            table = build_serve_config(config, is_trainer_on_gpu=self.is_trainer_on_gpu)
+            if isinstance(config.inference, EngineConfig) and not is_beside_trainer(name, self.placement):
+                table["inference"]["copy_from_trainer"] = False
+            # With a URL an engine fetches the newest weights when it joins the run.
+            weights = link_newest_weights(config, name.replace("/", "-")) if config.weights.url is None else None
+            table["model"] = {"name": config.model.name if weights is None else str(weights)}
+        table["model"]["name"] = _make_absolute(table["model"]["name"])
+        table["server"] |= {"host": slot.host, "port": slot.port, "shutdown_timeout": ATTEMPT_SHUTDOWN_TIMEOUT}
+        is_vllm = isinstance(self._get_engine_config(name), VLLMConfig)
+        if is_vllm:
+            logs = self.config.path / "logs" if self._is_on_head(slot) else slot.directory
+            table["inference"].setdefault("log_file", str(logs.absolute() / f"{name.replace('/', '-')}-vllm.log"))
+        self.addresses[name] = url
+        start = self._build_start("serve", ServeConfig(**table), demand, slot, address=f"{url}/health")
+        return replace(start, releases_port=is_vllm)
+
+    def _build_env_server_start(self, demand: ProcessDemand, slot: ProcessSlot) -> ProcessStart:
+        address = self.addresses[demand.name] = f"tcp://{slot.host}:{slot.port}"
+        run_config, source_name = self._build_run_config(), _get_service(demand.name).removeprefix(ENV_PREFIX)
+        kind, _, name = source_name.partition("/")
+        source = next(source for source in getattr(self.config, kind) if source.source_name == name)
+        update: dict[str, object] = {"address": address}
+        if self.config.cluster.env_servers.cores is not None or not self.head.allows_sharing:
+            update |= _limit_workers(source, demand.cores)
+        served = {"train": [], "eval": [], kind: [source.model_copy(update=update)]}
+        table = build_env_server_config(run_config.model_copy(update=served), source_name)
+        table |= {"output": self._get_directory(slot), "log_file": STDOUT}
+        table |= {"secret_env": self.config.secret_env} if self.secret_env else {}
+        config = EnvServerConfig(
+            **table,
+            shutdown_timeout=ATTEMPT_SHUTDOWN_TIMEOUT,
+            worker_startup_timeout=2 * self.config.launch.startup_timeout,
+        )
+        variables = {
+            get_model_variable(model_name): f"{model.base_url[0]} {model.name}"
+            for model_name, model in run_config.models.items()
+        }
+        return self._build_start("env-server", config, demand, slot, address=address, env=variables)
+
+    def _build_trainer_start(self, demand: ProcessDemand, slot: ProcessSlot) -> ProcessStart:
+        table, directory = build_trainer_config(self.config), self._get_directory(slot)
+        table |= {"output": directory.parent if self._is_on_head(slot) else directory, "address": self.address}
+        table["model"] = ModelConfig(name=_make_absolute(self.config.model.name)).model_dump()
+        record = ("--record", str(directory / "batches")) if self.config.record_batches else ()
+        return self._build_start("trainer", TrainerProcessConfig(**table), demand, slot, arguments=record)
+
+    def _build_start(
+        self,
+        command: str,
+        config: Config,
+        demand: ProcessDemand,
+        slot: ProcessSlot,
+        *,
+        address: str = "",
+        env: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> ProcessStart:
+        """Return the start of a command with its configuration in the slot's directory."""
+        file = f"{demand.name.replace('/', '-')}.toml"
+        return ProcessStart(
+            (*RAMIFY_COMMAND, command, "@", str(slot.directory / file), *arguments),
+            env or {},
+            files={file: dump_toml(config)},
+            address=address,
+        )
+
+    def _is_on_head(self, slot: ProcessSlot) -> bool:
+        return slot.node in ("", self.head.name)
+
+    def _get_directory(self, slot: ProcessSlot) -> Path:
+        """Return the directory for what a process writes: the run directory, which only processes on the head reach."""
+        return self.config.path.absolute() if self._is_on_head(slot) else slot.directory
+
+    def _build_lock_variable(self, name: str) -> dict[str, str]:
+        """Return the variable that makes engines wait while a trainer on their GPU computes a step."""
+        others = self.engine_names if name == TRAINER else (TRAINER,)
+        if name.startswith(ENV_PREFIX) or not any(self.placement.shares_gpu(name, other) for other in others):
+            return {}
+        return {TRAINING_LOCK_VARIABLE: str(self.config.path.resolve() / "training.lock")}
+
+    def _get_engine_config(self, name: str) -> EngineConfig | VLLMConfig | ExternalConfig:
+        if name.startswith(MODEL_PREFIX):
+            return self.config.all_models[name.removeprefix(MODEL_PREFIX)].inference
+        return self.config.inference
+
+    def _list_services(self) -> dict[str, list[str]]:
+        """Return the addresses that are known, by service."""
+        services: dict[str, list[str]] = {}
+        for demand in self.placement.demands:
+            if (address := self.addresses.get(demand.name)) is not None:
+                services.setdefault(_get_service(demand.name), []).append(address)
+        return services
 
 
-def with_default_pools(config: RunConfig) -> RunConfig:
+def _build_thread_variables(threads: int) -> dict[str, str]:
+    """Return the environment variables that limit a process to its cores; waits are passive."""
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "RAYON_NUM_THREADS": str(threads)}
+
+
+def _limit_workers(source: ServedSourceConfig, cores: int) -> dict[str, object]:
+    """Return the pool of a source with at most one worker per core, unless its size is configured."""
+    if not isinstance(source.pool, ElasticPoolConfig) or source.pool.max_workers is not None:
+        return {}
+    return {"pool": source.pool.model_copy(update={"max_workers": max(cores, source.pool.min_workers)})}
+
+
+def _with_default_pools(config: RunConfig) -> RunConfig:
     """Return the configuration with the default `pool`, because no other is allowed beside an `address`."""
     default = {"pool": ElasticPoolConfig()}
     train = [source.model_copy(update=default) for source in config.train]
     evals = [source.model_copy(update=default) for source in config.eval]
     return config.model_copy(update={"train": train, "eval": evals})
+
+
+def _get_service(name: str) -> str:
+    """Return the key of a process in the address book: `env/train/words` for `env/train/words/3`."""
+    return name if name.startswith(MODEL_PREFIX) else name.rpartition("/")[0]
+
+
+def _make_absolute(model_name: str) -> str:
+    """Return the absolute path of a model in a directory, which must be on all nodes; any other name unchanged."""
+    return str(Path(model_name).absolute()) if Path(model_name).is_dir() else model_name
 
 
 def _list_external_services(config: RunConfig) -> list[tuple[str, str]]:

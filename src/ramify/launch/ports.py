@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Self
 from urllib.parse import urlsplit
 
+from ramify.launch.machine import HOST
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.wire.listener import to_bind_error
 
-HOST = "127.0.0.1"
 EVAL_PORT_OFFSET = 1000  # eval source i listens on base_port + EVAL_PORT_OFFSET + i
 PORT_RANGE = range(20_000, 30_000)  # of free ports
 MAX_BIND_TRIES = 100

@@ -1,4 +1,4 @@
-"""One process of a run: its spec, and its execution from one start to its exit.
+"""One process of a run: its execution from one start to its exit.
 
 STARTING -> READY <-> SILENT
     |         |         |
@@ -10,36 +10,25 @@ The ranks of a gang are one process in this sense: they start together, and when
 """
 
 import asyncio
-import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from ramify.core.async_calls import call_storage, cancel_all
 from ramify.core.errors import DeadlineExceeded, RamifyError
-from ramify.launch.gang import build_gang_variables
-from ramify.launch.launcher import Launcher, Placement, ProcessSlot, ProcessStart
+from ramify.launch.launcher import Launcher, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.processes.child import wait_until_ready
 from ramify.processes.log import ProcessLog
-from ramify.processes.prefork import PreforkClient, get_import_env, is_forkable, start_prefork_server
 from ramify.processes.wire.address import is_listening
 from ramify.run.fencing.lease import RoleLeases, read_lease_clock
 from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
 
 POLL_INTERVAL = 0.1  # seconds between readiness probes
 RESPONSE_TIMEOUT = 2.0  # seconds for the reply to one probe
-
-
-class ProcessRole(Enum):
-    """What the exit of a process means for the run."""
-
-    LEADER = "leader"  # its exit code is that of the run
-    FOLLOWER = "follower"  # exit code 0: its work is done
-    SERVICE = "service"  # it should not exit before the run ends
 
 
 class ProcessState(Enum):
@@ -53,55 +42,12 @@ class ProcessState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessSpec:
-    """What to start, and how to supervise it."""
-
-    name: str
-    """`inference`, `env/train/reverse`, `orchestrator`, `trainer`."""
-    command: tuple[str, ...]
-    log: Path
-    role: ProcessRole = ProcessRole.SERVICE
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables in addition to those of the supervisor."""
-    address: str = ""
-    """Address at which it answers when it is ready (`http://...`, `tcp://...`); without one, it is ready at once."""
-    ready_timeout: float = 600.0
-    """Seconds until it must answer."""
-    hang_timeout: float | None = None
-    """Seconds without an answer after which a process on the head is killed and restarted. None: never."""
-    last_state: Callable[[], str] | None = None
-    """Returns its last known state, for the log, when it does not answer."""
-    prepare: Callable[[], None] | None = None
-    """Called before each start, in a thread of its own, as are `build_start` and `last_state`."""
-    preload_modules: tuple[str, ...] = ()
-    """Modules that take long to import; the process may be forked from one that has imported them."""
-    service: str = ""
-    """Key under which its address is listed in the address book, if it is not always the same; several may share it."""
-    num_ranks: int = 1
-    """Number of processes that run this command together, as one gang."""
-    placement: Placement | None = None
-    """What it needs of the node that it is started on. None: it runs on the head, at the address above."""
-    start_after: tuple[str, ...] = ()
-    """Names of processes that must have a place, and so an address, before this one is configured and started."""
-    build_start: Callable[[ProcessSlot], ProcessStart] | None = None
-    """Returns what to start in a slot, for each rank; None: `command`, with `env` and `address`."""
-
-    @property
-    def logs(self) -> tuple[Path, ...]:
-        """The log of each rank: `trainer.log`, `trainer-1.log`, `trainer-2.log`."""
-        names = (f"{self.log.stem}-{rank}{self.log.suffix}" for rank in range(1, self.num_ranks))
-        return (self.log, *(self.log.with_name(name) for name in names))
-
-
-@dataclass(frozen=True, slots=True)
 class EarlierProcess:
     """A process of an earlier supervisor of the run, on this head or on another one."""
 
     token: FencingToken
-    may_run: bool
-    """Whether that supervisor did not see its end."""
     replacement_delay: float | None = None
-    """Seconds after which it is dead for certain, by its lease; None: those of its lease in this configuration."""
+    """Seconds after which it is dead for certain, by its lease; None: it has ended, or ended with that supervisor."""
 
 
 class SupervisedProcess:
@@ -137,13 +83,15 @@ class SupervisedProcess:
 
     @property
     def token(self) -> str:
-        """The fencing token of this execution; empty for a process that always runs on the head."""
+        """The fencing token of this execution; empty for a process without a placement."""
         return str(self._token) if self.spec.placement is not None else ""
 
     @property
     def replacement_delay(self) -> float | None:
-        """Seconds after which it is dead for certain if its node cannot be reached; None if it runs on the head."""
-        return self.spec.placement.lease.replacement_delay if self.spec.placement is not None else None
+        """Seconds after which it is dead for certain without its node; None if it ends with this process."""
+        if self.spec.placement is None or not self._launcher.can_lose_nodes:
+            return None
+        return self.spec.placement.lease.replacement_delay
 
     @property
     def unstopped_node(self) -> str:
@@ -185,10 +133,11 @@ class SupervisedProcess:
 
     def _build_starts(self) -> list[ProcessStart]:
         spec = self.spec
+        starts = [ProcessStart(spec.command, address=spec.address)] * len(self.slots)
         if spec.build_start is not None:
-            return [spec.build_start(slot) for slot in self.slots]
-        start = ProcessStart(spec.command, spec.env, address=spec.address, preload_modules=spec.preload_modules)
-        return [start] * len(self.slots)
+            starts = [spec.build_start(slot) for slot in self.slots]
+        modules = spec.preload_modules
+        return [replace(start, env={**spec.env, **start.env}, preload_modules=modules) for start in starts]
 
     async def start(self) -> None:
         """Start all ranks. Raises StorageFull or StorageFailed if a log cannot be written."""
@@ -284,17 +233,28 @@ class SupervisedProcess:
         return self._logs[self._failed_rank].read_failure()
 
 
-def prefork_shared_modules(specs: Sequence[ProcessSpec]) -> AbstractContextManager[PreforkClient | None]:
-    """Start a fork server for the processes that preload modules, if there are two or more.
+def build_gang_variables(slots: Sequence[ProcessSlot], token: FencingToken) -> list[dict[str, str]]:
+    """Return the variables of each rank; none for a process with one rank.
 
-    Their environments may differ only in variables of Ramify, such as the reserved ports. The context yields a client
-    of the server, or None without one.
+    Rank 0 listens at MASTER_ADDR and MASTER_PORT. LOCAL_RANK counts the ranks of one node. The token tells the starts
+    of a gang apart, so that a rank of an earlier start cannot join.
     """
-    forkable = [spec for spec in specs if is_forkable(spec.command, spec.preload_modules)]
-    import_envs = [get_import_env(spec.env) for spec in forkable]
-    if len(forkable) < 2 or any(env != import_envs[0] for env in import_envs):
-        return contextlib.nullcontext()
-    return start_prefork_server(forkable[0].preload_modules, import_envs[0])
+    if len(slots) == 1:
+        return [{}]
+    variables, num_local_ranks = list[dict[str, str]](), Counter[str]()
+    for rank, slot in enumerate(slots):
+        variables.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(slots)),
+                "LOCAL_RANK": str(num_local_ranks[slot.host]),
+                "MASTER_ADDR": slots[0].host,
+                "MASTER_PORT": str(slots[0].port),
+                GANG_TOKEN_VARIABLE: str(token),
+            }
+        )
+        num_local_ranks[slot.host] += 1
+    return variables
 
 
 async def is_responding(address: str, *, timeout: float = RESPONSE_TIMEOUT) -> bool:

@@ -9,20 +9,21 @@ from urllib.parse import urlsplit
 
 from ramify.core.config import Config
 from ramify.infer.config import ExternalConfig, NamedModelConfig, VLLMConfig
-from ramify.launch.devices import Gpu, list_visible_gpus, uses_gpu
+from ramify.launch.machine import list_visible_gpus
 from ramify.launch.ports import build_source_addresses
+from ramify.launch.requirements import uses_gpu
 from ramify.orchestrate.config import RunConfig, TrainSourceConfig
 from ramify.rollout.envserver.config import EnvServerConfig, ServedSourceConfig
 
 ConfigTable = dict[str, Any]
 
 
-def build_serve_config(run_config: RunConfig, gpus: list[Gpu] | None = None) -> ConfigTable:
+def build_serve_config(run_config: RunConfig, *, is_trainer_on_gpu: bool | None = None) -> ConfigTable:
     """Build the configuration of `ramify serve`: the run's model and engine, at its `base_url` if it names one server.
 
-    `gpus` are those of the trainer, which determine the dtype; None: those of this machine.
+    The device of the trainer determines the dtype; None: a GPU if this machine has one.
     """
-    inference, dtype = run_config.inference, _resolve_engine_dtype(run_config, gpus)
+    inference, dtype = run_config.inference, _resolve_engine_dtype(run_config, is_trainer_on_gpu)
     table: ConfigTable = {"model": _dump_set_fields(run_config.model), "server": {"model_name": run_config.model.name}}
     if isinstance(inference, ExternalConfig):
         table["inference"] = {"dtype": dtype, "max_model_len": run_config.seq_len}
@@ -42,10 +43,10 @@ def build_serve_config(run_config: RunConfig, gpus: list[Gpu] | None = None) -> 
     return {**table, "renderer": _dump_set_fields(run_config.renderer)}
 
 
-def build_model_serve_config(run_config: RunConfig, model: NamedModelConfig, gpus: list[Gpu]) -> ConfigTable:
-    """Build the configuration of `ramify serve` for another model of the run, whose engine computes on `gpus`."""
+def build_model_serve_config(run_config: RunConfig, model: NamedModelConfig, *, is_on_gpu: bool) -> ConfigTable:
+    """Build the configuration of `ramify serve` for another model of the run."""
     inference = model.inference
-    dtype = inference.dtype if inference.dtype != "auto" else "bfloat16" if gpus else "float32"
+    dtype = inference.dtype if inference.dtype != "auto" else "bfloat16" if is_on_gpu else "float32"
     table: ConfigTable = {
         "model": {"name": model.name},
         "server": {"model_name": model.name},
@@ -103,14 +104,15 @@ def build_trainer_config(run_config: RunConfig) -> ConfigTable:
     }
 
 
-def _resolve_engine_dtype(run_config: RunConfig, gpus: list[Gpu] | None) -> str:
+def _resolve_engine_dtype(run_config: RunConfig, is_trainer_on_gpu: bool | None) -> str:
     """Return the dtype of the engine: by default that of the trainer, so that sampler and trainer agree."""
     engine_dtype = "auto" if isinstance(run_config.inference, ExternalConfig) else run_config.inference.dtype
     dtype = run_config.trainer.dtype if engine_dtype == "auto" else engine_dtype
     if dtype != "auto":
         return dtype
-    gpus = list_visible_gpus() if gpus is None else gpus
-    return "bfloat16" if uses_gpu(run_config.trainer.device, gpus) else "float32"
+    if is_trainer_on_gpu is None:
+        is_trainer_on_gpu = uses_gpu(run_config.trainer.device, len(list_visible_gpus()))
+    return "bfloat16" if is_trainer_on_gpu else "float32"
 
 
 def _build_source_table(run_config: RunConfig, source: ServedSourceConfig, address: str | None) -> ConfigTable:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from ramify.core.async_calls import call_in_daemon_thread, cancel_all
 from ramify.core.errors import DeadlineExceeded, PeerLost, ProcessDied, RamifyError
 from ramify.core.interactive import run_coroutine
-from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot
+from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.node_process import ExchangeReply, ExchangeRequest, NodeProcess, SlotAddress
 from ramify.launch.placement import format_room
@@ -58,6 +58,8 @@ class RayLauncherSettings:
 class RayLauncher:
     """Starts processes with a placement on the nodes of Ray, and all others on this machine."""
 
+    can_lose_nodes = True
+
     def __init__(self, ray: Any, settings: RayLauncherSettings | None = None) -> None:
         """Use an initialized `ray`; `connect` is the usual way."""
         self._ray, self._local, self._settings = ray, LocalLauncher(), settings or RayLauncherSettings()
@@ -73,6 +75,10 @@ class RayLauncher:
     def list_nodes(self) -> list[ClusterNode]:
         """Return the nodes that Ray takes for alive; the head is the one of this process."""
         return self._to_cluster_nodes(self._list_alive_nodes())
+
+    def prepare(self, specs: Sequence[ProcessSpec]) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: ports are reserved on each node when a slot is opened."""
+        return contextlib.nullcontext()
 
     def _to_cluster_nodes(self, ray_nodes: Sequence[dict[str, Any]]) -> list[ClusterNode]:
         head_id = self._ray.get_runtime_context().get_node_id()
@@ -139,13 +145,14 @@ class RayLauncher:
 
         A node on which a process was lost is chosen only if the others have no room.
         """
-        if placement.choose_nodes is None:
+        if placement.choose_places is None:
             return [None] * num_ranks
         ray_nodes = await self._call_ray(self._list_alive_nodes, LIST_NODES)
         ids = {node["NodeName"]: node["NodeID"] for node in ray_nodes}
         nodes, now = self._to_cluster_nodes(ray_nodes), time.monotonic()
         preferred = [node for node in nodes if self._avoided_until.get(node.name, now) <= now]
-        names = placement.choose_nodes(preferred) or placement.choose_nodes(nodes)
+        places = placement.choose_places(preferred) or placement.choose_places(nodes)
+        names = [place.node for place in places]  # Ray chooses the GPUs
         return [_RayNode(name, ids[name]) for name in names] if names and ids.keys() >= set(names) else None
 
     def _avoid(self, node: "_RayNode | None") -> None:

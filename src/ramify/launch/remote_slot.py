@@ -6,6 +6,7 @@ So the head goes on calling. It gives the process up as lost when the lease of t
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -82,7 +83,9 @@ class RemoteSlot:
     async def start(self, start: ProcessStart, log: ProcessLog) -> None:
         """Begin to call the node, which starts the process; whether it could is seen by `wait` and in the log."""
         command = tuple(NODE_PYTHON if word == sys.executable else word for word in start.command)
-        self._request = replace(self._request, start=replace(start, command=command))
+        python_path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+        env = {"PYTHONPATH": python_path, **start.env}  # the node's own process was not started in this directory
+        self._request = replace(self._request, start=replace(start, command=command, env=env))
         with storage_call(log.path):
             output = log.open()
         self._replied_at, self.has_exited = time.monotonic(), False

@@ -76,12 +76,16 @@ def _find_weight_problems(config: RunConfig) -> list[ConfigProblem]:
 
 
 def _find_rank_problems(config: RunConfig) -> list[ConfigProblem]:
-    if config.launch.trainer_gpus == 1:
+    num_ranks = {
+        "launch.trainer_gpus": config.launch.trainer_gpus,
+        "cluster.trainer.num_ranks": config.cluster.trainer.num_ranks,
+    }
+    if not any((count or 1) > 1 for count in num_ranks.values()):
         return []
     from ramify.model.image_support import find_rank_problem  # imports numpy, which other runs do not need
 
-    problem = find_rank_problem(config.model.name, config.launch.trainer_gpus)
-    return [ConfigProblem("launch.trainer_gpus", problem)] if problem else []
+    problems = {key: find_rank_problem(config.model.name, count) for key, count in num_ranks.items() if count}
+    return [ConfigProblem(key, problem) for key, problem in problems.items() if problem]
 
 
 def _find_disk_problems(config: RunConfig) -> list[ConfigProblem]:

@@ -55,8 +55,8 @@ def read_earlier_processes(path: Path) -> dict[str, EarlierProcess]:
     earlier: dict[str, EarlierProcess] = {}
     for name, row in read_record(path).get("processes", {}).items():
         if token := row.get("token"):
-            may_run, replacement_delay = row["state"] not in EXITED_STATES, row.get("replacement_delay")
-            earlier[name] = EarlierProcess(FencingToken.parse(token), may_run, replacement_delay)
+            replacement_delay = None if row["state"] in EXITED_STATES else row.get("replacement_delay")
+            earlier[name] = EarlierProcess(FencingToken.parse(token), replacement_delay)
     return earlier
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ramify.launch.process import ProcessSpec
+from ramify.launch.launcher import ProcessSpec
 from ramify.launch.supervisor import ALIVE_STATES, ProcessStatus
 from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, write_addresses
 from ramify.run.store import storage_call

@@ -26,10 +26,10 @@ from typing import NamedTuple
 from ramify.core.async_calls import call_storage, cancel_all
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError
 from ramify.core.watchdog import WATCHDOG
-from ramify.launch.launcher import Launcher
+from ramify.launch.launcher import Launcher, ProcessRole, ProcessSpec
 from ramify.launch.liveness import get_process_state, wait_for_silence, watch_reachability
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import EarlierProcess, ProcessRole, ProcessSpec, ProcessState, SupervisedProcess
+from ramify.launch.process import EarlierProcess, ProcessState, SupervisedProcess
 from ramify.orchestrate.config import EXIT_RESUMABLE
 from ramify.processes.exit_codes import describe_exit, is_signal_exit
 from ramify.processes.restart_budget import FIRST_DELAY, RESTART_WINDOW, RestartBudget
@@ -63,9 +63,9 @@ class ProcessStatus:
     node: str = ""
     """Names of the nodes that its ranks run on; empty on the head."""
     token: str = ""
-    """Its fencing token; empty for a process that always runs on the head."""
+    """Its fencing token; empty for the orchestrator."""
     replacement_delay: float | None = None
-    """Seconds after which it is dead for certain if its node cannot be reached; None for one that runs on the head."""
+    """Seconds after which it is dead for certain if its node cannot be reached; None: it ends with its supervisor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class Supervisor:
         leases = self._leases.get(spec.name)
         if leases is None:
             terms = spec.placement.lease if spec.placement is not None else LeaseTerms()
-            token = await self._wait_for_earlier(spec, terms)
+            token = await self._wait_for_earlier(spec)
             leases = RoleLeases(spec.name, token, terms, num_ranks=spec.num_ranks, now=read_lease_clock())
             self._leases[spec.name] = leases
             return leases
@@ -263,14 +263,13 @@ class Supervisor:
         leases.replace(read_lease_clock())
         return leases
 
-    async def _wait_for_earlier(self, spec: ProcessSpec, terms: LeaseTerms) -> FencingToken:
+    async def _wait_for_earlier(self, spec: ProcessSpec) -> FencingToken:
         """Return the first token of a process, when one that an earlier supervisor has started cannot run any more."""
         earlier = self._earlier_processes.get(spec.name)
         if earlier is None:
             return FencingToken(self.epoch)
-        if earlier.may_run:  # its lease may have been renewed just now
-            delay = terms.replacement_delay if earlier.replacement_delay is None else earlier.replacement_delay
-            await self._wait_until_dead(read_lease_clock() + delay, spec)
+        if earlier.replacement_delay is not None:  # its lease may have been renewed just now
+            await self._wait_until_dead(read_lease_clock() + earlier.replacement_delay, spec)
         return max(earlier.token.next_incarnation(), FencingToken(self.epoch))
 
     async def _wait_until_dead(self, dead_at: float, spec: ProcessSpec) -> None:
@@ -424,9 +423,9 @@ class Supervisor:
         restarts = self._budgets[spec.name].num_restarts
         if process is None:
             earlier = self._earlier_processes.get(spec.name)
-            state = ProcessState.SILENT if earlier is not None and earlier.may_run else ProcessState.WAITING
             token = str(earlier.token) if earlier is not None else ""
             delay = earlier.replacement_delay if earlier is not None else None
+            state = ProcessState.WAITING if delay is None else ProcessState.SILENT
             return ProcessStatus(spec.name, state, 0, restarts, 0.0, spec.address, str(spec.log), "", token, delay)
         state, seconds = process.state, now - process.state_since
         pid = process.pid if state in ALIVE_STATES else 0

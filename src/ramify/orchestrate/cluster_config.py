@@ -1,4 +1,4 @@
-"""`[cluster]`: where the processes of a run are placed when it runs on several nodes."""
+"""`[cluster]`: how many processes of each role a run has, and on which nodes they are placed."""
 
 import re
 from collections.abc import Iterator
@@ -38,17 +38,11 @@ class EnginePlacementConfig(PlacementConfig):
     """The engines of the policy."""
 
     num_replicas: int | None = Field(default=None, ge=1)
-    """Number of engines. Default: one per GPU that the trainer leaves or, without GPUs, one."""
-    gpus: int | None = Field(default=None, ge=0)
-    """GPUs of each engine; more than one needs vLLM. Default: 1 if the nodes have GPUs, unless `inference.device` is
-    `cpu`."""
+    """Number of engines. Default: as many as the GPUs that the trainer leaves have room for or, without GPUs, one."""
 
 
 class ModelPlacementConfig(PlacementConfig):
     """The engines of the other models, one for each of `[models]` that the run starts."""
-
-    gpus: int | None = Field(default=None, ge=0)
-    """GPUs of each engine. Default: as for the engines of the policy."""
 
 
 class EnvServerPlacementConfig(PlacementConfig):
@@ -62,13 +56,11 @@ class TrainerPlacementConfig(PlacementConfig):
     """The ranks of the trainer, which start and end together."""
 
     num_ranks: int | None = Field(default=None, ge=1)
-    """Number of ranks. Default: a quarter of the GPUs, at least one or, without GPUs, one."""
-    gpus: int | None = Field(default=None, ge=0, le=1)
-    """GPUs of each rank. Default: 1 if the nodes have GPUs, unless `trainer.device` is `cpu`."""
+    """Number of ranks, with one GPU each if there are GPUs. Default: as `launch.trainer_gpus` or, without GPUs, one."""
 
 
 class NodeShapeConfig(Config):
-    """What each node has: for `--dry-run` where there is no cluster or, for a local run, no GPU; for allocations."""
+    """What each node has: for allocations, and for `--dry-run` where there is no cluster."""
 
     cores: int = Field(default=8, ge=1)
     gpus: int = Field(default=0, ge=0)
@@ -128,7 +120,7 @@ class KubernetesConfig(Config):
 
 
 class ClusterConfig(Config):
-    """A run on several nodes (`--cluster ray`). With the launcher `local`, only `shared_directory` has an effect."""
+    """Where processes are placed: on this machine, which is a cluster of one node, or on several (`--cluster ray`)."""
 
     launcher: Literal["local", "ray"] = "local"
     """What starts the processes: `local` on this machine, `ray` on the nodes of a Ray cluster."""
@@ -166,9 +158,11 @@ class ClusterConfig(Config):
         return self.launcher != "local"
 
 
-def find_unused_keys(cluster: ClusterConfig, *, dry_run: bool = False) -> list[str]:
+REMOTE_KEYS = ("address", "join_timeout", "kubernetes", "lease_duration", "node", "num_nodes", "slurm")
+
+
+def find_unused_keys(cluster: ClusterConfig) -> list[str]:
     """Return the keys that have no effect because no launcher is chosen; [] if one is, even if it is `local`."""
     if "launcher" in cluster.model_fields_set:
         return []
-    used = {"shared_directory", "node"} if dry_run else {"shared_directory"}
-    return [f"cluster.{key}" for key in sorted(cluster.model_fields_set - used)]
+    return [f"cluster.{key}" for key in REMOTE_KEYS if key in cluster.model_fields_set]

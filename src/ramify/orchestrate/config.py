@@ -40,7 +40,6 @@ TEACHER_ALGORITHMS = ("opd", "sft")
 MODEL_NAME = re.compile(r"[A-Za-z0-9_-]+")  # also the name of a process, of a file and of a variable
 LOCAL_LAUNCH_KEYS = {  # keys of `launch` for one machine, and what to set instead for a cluster
     "gpu_placement": "engines and trainer have separate GPUs there",
-    "trainer_gpus": "set cluster.trainer.num_ranks",
     "base_port": "ports are chosen on each node",
 }
 EXIT_RESUMABLE = 75  # exit code of a run that was stopped with a checkpoint and can be resumed
@@ -232,10 +231,13 @@ class LaunchConfig(Config):
     """How the processes of a run are started and supervised."""
 
     gpu_placement: Literal["auto", "split", "colocated"] = "auto"
-    """Placement of engine and trainer: on separate GPUs (`split`), on the same GPU (`colocated`), or `auto`: split if
-    there are two or more GPUs."""
-    trainer_gpus: int = Field(default=1, ge=1)
-    """GPUs of the trainer, with one process each, if GPUs are split."""
+    """Placement of engines and trainer: on separate GPUs (`split`), on the same GPUs (`colocated`), or `auto`: split if
+    there are enough GPUs."""
+    trainer_gpus: int | None = Field(default=None, ge=1)
+    """GPUs of the trainer, with one rank each. Default: the fewest that hold its state, at least one per eight GPUs, at
+    most half of all."""
+    inference_gpus: int | None = Field(default=None, ge=1)
+    """GPUs of all engines of the policy together. Default: all that the trainer and other models leave."""
     base_port: int = Field(default=0, ge=0, le=60000)
     """Train source i listens on base_port + i, eval source i on base_port + 1000 + i. 0 picks free ports."""
     startup_timeout: float = Field(default=600.0, gt=0)
@@ -381,18 +383,23 @@ class RunConfig(Config):
                 yield f"train.{number}.{key}", f"there is no [models.{name}]; {hint}"
 
     def _find_cluster_problems(self) -> Iterator[tuple[str, str]]:
-        if not self.cluster.is_distributed:
+        cluster, launch = self.cluster, self.launch
+        if launch.trainer_gpus is not None and cluster.trainer.num_ranks is not None:
+            yield "launch.trainer_gpus", "not allowed with cluster.trainer.num_ranks; set one of them"
+        if launch.inference_gpus is not None and cluster.engines.num_replicas is not None:
+            yield "launch.inference_gpus", "not allowed with cluster.engines.num_replicas; set one of them"
+        if launch.base_port and (cluster.env_servers.num_per_source or 1) > 1:
+            yield "launch.base_port", "not allowed with several env servers per source"
+        if isinstance(self.inference, ExternalConfig) and cluster.engines != EnginePlacementConfig():
+            yield "cluster.engines", "not allowed with inference.base_url: the run does not start these servers"
+        if not cluster.is_distributed:
             return
         for key, instead in LOCAL_LAUNCH_KEYS.items():
             if getattr(self.launch, key) != LaunchConfig.model_fields[key].default:
                 yield f"launch.{key}", f"not allowed on a cluster; {instead}"
-        if self.weights.transport != "disk":
+        if self.weights.transport not in ("auto", "disk"):
             reason = "reaches only engines on the trainer's node"
             yield "weights.transport", f"{self.weights.transport!r} {reason}; use 'disk' on a cluster"
-        if isinstance(self.inference, ExternalConfig) and self.cluster.engines != EnginePlacementConfig():
-            yield "cluster.engines", "not allowed with inference.base_url: the run does not start these servers"
-        if (self.cluster.engines.gpus or 0) > 1 and isinstance(self.inference, EngineConfig):
-            yield "cluster.engines.gpus", "the native engine uses one GPU; use inference.engine = 'vllm'"
         if self.record_batches:
             yield "record_batches", "not supported on a cluster: the trainer's nodes lack the run directory"
 

@@ -142,7 +142,8 @@ class TrainerProcess:
             base_model=self.model_path,
             dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
             incarnation=registration.incarnation,
-            share_buffer=config.weights.transport == "ipc",
+            share_buffer=config.weights.shares_memory,
+            write_every_version=config.weights.writes_every_version,
             url=None if url is None else get_run_url(url, registration.run),
             warn=self.log,
         )
@@ -165,7 +166,7 @@ class TrainerProcess:
         needed = self.ranks.call_on_first(lambda: self.batch_source.report_published(published.version, published.path))
         if needed is not None:
             publisher.prune(needed)
-        if self.config.weights.transport != "shm":
+        if not self.config.weights.is_in_memory:
             self._published_bytes = published.bytes
         self.log(f"published={published.version} seconds={published.seconds:.3f} bytes={published.bytes}")
 

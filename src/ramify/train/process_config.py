@@ -15,19 +15,35 @@ from ramify.train.weights_directory import get_weights_directory
 class WeightsConfig(Config):
     """How published weights reach the engines."""
 
-    transport: Literal["disk", "shm", "ipc"] = "disk"
+    transport: Literal["auto", "disk", "shm", "ipc", "ipc+disk", "ipc+shm"] = "auto"
     """`disk`: directories below the run or its shared directory, for engines that reach this file system. `shm`:
-    directories in memory, for engines on the same host. `ipc`: engines on the trainer's GPU copy its tensors; the
-    directories follow."""
+    directories in memory, for engines on the same host. `ipc`: engines on the trainer's GPU copy its tensors, and a
+    directory follows for some versions, or for all if other engines read it (`ipc+disk`, `ipc+shm`). `auto`: `ipc` on
+    the trainer's GPU, `shm` on its host if the memory has room, else `disk`."""
 
     url: str | None = None
     """An object store to which published weights are copied, such as `s3://bucket/weights`, or another URL that fsspec
     knows. Native engines that do not find a directory fetch it from there, once per node."""
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield a URL beside a transport that writes too few directories to copy."""
-        if self.url is not None and self.transport == "ipc":
-            yield "url", "not allowed with transport = 'ipc', which writes few versions to directories"
+        """Yield a URL beside a transport through memory."""
+        if self.url is not None and self.shares_memory:
+            yield "url", f"not allowed with transport = {self.transport!r}; use 'disk'"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether engines beside the trainer copy weights from its memory."""
+        return self.transport.startswith("ipc")
+
+    @property
+    def writes_every_version(self) -> bool:
+        """Whether every version gets a directory, for engines that do not copy from the trainer's memory."""
+        return self.transport != "ipc"
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the directories are in the memory of the host, not on its disk."""
+        return self.transport.endswith("shm")
 
     def url_for(self, run: Path) -> str | None:
         """Return the URL below which the versions of a run are; None without one."""
@@ -35,7 +51,7 @@ class WeightsConfig(Config):
 
     def directory_for(self, run: Path, shared: Path | None = None) -> Path:
         """Return the directory of the published versions of a run, which may have a shared directory."""
-        return get_weights_directory(run, self.transport, shared)
+        return get_weights_directory(run, "shm" if self.is_in_memory else "disk", shared)
 
 
 class TrainerProcessConfig(Config):

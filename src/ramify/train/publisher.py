@@ -54,8 +54,9 @@ class WeightPublisher:
 
     `base_model` is the model directory that the small files are copied from. `incarnation` is that of the trainer:
     versions of a later one, which has replaced it, are never removed. If `share_buffer`, every version is announced in
-    a `WeightBuffer`, and directories follow in the background, not for every version. If there is a `url`, every
-    directory is copied there. `warn` receives one line for each failure that does not end the training.
+    a `WeightBuffer`, and directories follow in the background: for every version if `write_every_version`, otherwise
+    for as many as take a tenth of the time. If there is a `url`, every directory is copied there. `warn` receives one
+    line for each failure that does not end the training.
     """
 
     def __init__(
@@ -68,12 +69,13 @@ class WeightPublisher:
         dtype: torch.dtype,
         incarnation: int = 0,
         share_buffer: bool = False,
+        write_every_version: bool = False,
         url: str | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.directory, self.ranks, self.policy, self.incarnation = directory, ranks, policy, incarnation
         self.base_model, self.dtype, self.share_buffer, self.url = base_model, dtype, share_buffer, url
-        self._warn = warn
+        self._warn, self._write_every_version = warn, write_every_version
         self._buffer: WeightBuffer | None = None
         self._executor = ThreadPoolExecutor(1, "publisher")
         self._directory_write: Future[None] | None = None
@@ -97,8 +99,8 @@ class WeightPublisher:
         version = PolicyVersion(self.policy, incarnation, step)
         path = self.path_for(incarnation, step)
         with self.ranks.raise_together():
-            if self._directory_write is not None and self._directory_write.done():
-                self._join_write()
+            if self._directory_write is not None and (self._write_every_version or self._directory_write.done()):
+                self._join_write()  # engines still read the version that the buffer no longer holds
         with watch_storage(path):
             is_writer = self.ranks.is_first and not path.exists()
         with self._buffer_lock:
@@ -110,7 +112,8 @@ class WeightPublisher:
                     self._announced = (version, path)
                 elif is_writer:
                     self._write(path, tensors, version)
-        if self._announced and self._directory_write is None and time.monotonic() >= self._next_write_time:
+        is_due = self._write_every_version or time.monotonic() >= self._next_write_time
+        if self._announced and self._directory_write is None and is_due:
             self._directory_write = self._executor.submit(self._write_announced)
         size = sum(tensor.nbytes for tensor in tensors.values())
         return PublishedWeights(version, path, time.perf_counter() - started, size)

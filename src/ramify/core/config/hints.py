@@ -58,7 +58,7 @@ KEY_HINTS: Mapping[str, tuple[str, ...]] = {  # the first key that the command's
     "save_total_limit": ("checkpoint.keep_last",),
     "scale_rewards": ("train.0.algorithm.normalize",),
     "steps_per_generation": ("orchestrator.max_staleness",),
-    "tensor_parallel_size": ("cluster.engines.gpus",),
+    "tensor_parallel_size": ("inference.tensor_parallel",),
     "torch_dtype": ("trainer.dtype",),
     "train_batch_size": ("orchestrator.batch_size", "batch_size"),
     "train_dataset": ("train.0.taskset", "data.path"),

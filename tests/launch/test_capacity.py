@@ -1,11 +1,13 @@
-"""The plan of a run on a cluster, node by node, as `--dry-run` prints it."""
+"""Whether a run fits its nodes, what would fit, and the plan of a cluster as `--dry-run` prints it."""
 
 import pytest
 
 from ramify.cli import main
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
-from ramify.launch.cluster_placement import list_planned_nodes, place_run
+from ramify.launch.capacity import choose_moments, find_long_path_warning, place_run
+from ramify.launch.requirements import list_planned_nodes
 from ramify.orchestrate.config import RunConfig
+from tests.support.plans import build_machine
 from tests.support.ray import StubRay
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
@@ -33,6 +35,50 @@ def test_cores_that_are_not_configured_are_lowered_before_a_run_is_refused(cores
             place(num_cores, **cluster)
 
 
+def build_run(model: str, **more) -> RunConfig:
+    return RunConfig.model_validate({"train": [TRAIN], "model": {"name": model}, "seq_len": 256, **more})
+
+
+def test_a_run_that_needs_too_much_memory_is_refused_with_what_would_fit():
+    with pytest.raises(ClusterTooSmall, match=r"not enough memory: GPU 0 has 80.0 GiB, the run needs about \d+"):
+        place_run(build_run("org/Some-32B"), [build_machine(2)])
+    with pytest.raises(ClusterTooSmall, match=r"not enough memory: this machine has .*(?s:.)* --assume-gpus 8x80"):
+        place_run(build_run("org/Some-32B"), [build_machine()])
+    with pytest.raises(ClusterTooSmall, match=r"with --trainer.lora.enabled true .*, or with .* on 2 GPUs"):
+        place_run(build_run("org/Some-4B"), [build_machine(1)])
+    with pytest.raises(ClusterTooSmall, match=r"it would fit with a smaller model, or with vLLM engines of several"):
+        place_run(build_run("org/Some-700B"), [build_machine(8)])
+
+
+def test_weights_that_are_handed_over_in_memory_are_counted():
+    for num_gpus, element_bytes in ((0, 4), (1, 2)):
+        disk, ipc = (
+            place_run(
+                build_run("org/Some-1B", weights={"transport": transport}), [build_machine(num_gpus, memory_gib=256)]
+            )
+            for transport in ("disk", "ipc")
+        )
+        more = {name: used - before for (name, used, _), (_, before, _) in zip(ipc.list_memory(), disk.list_memory())}
+        copy = pytest.approx(element_bytes * 10**9, rel=0.06)  # the buffer, and on a GPU a copy in pinned memory
+        assert more == ({"GPU 0": copy, "this machine": copy} if num_gpus else {"this machine": copy})
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "gib", "moments"), [(1, 80, "float32"), (1, 34, "8bit"), (1, 16, "float32"), (0, 0, "auto")]
+)
+def test_moments_have_8_bits_where_float32_does_not_fit_and_8_bits_do(tmp_path, num_gpus, gib, moments):
+    settings = {"inference": {"kv_memory_fraction": 0.05}, "trainer": {"pack_tokens": 1024}, "output": tmp_path}
+    run = choose_moments(build_run("org/Some-2B", **settings), [build_machine(num_gpus, gpu_gib=gib)])
+    assert run.trainer.optim.moments == moments
+
+
+def test_paths_longer_than_a_pack_are_warned_about_not_refused():
+    nodes = [build_machine(2)]
+    assert find_long_path_warning(build_run("org/Some-1B", seq_len=16384), nodes) is None
+    warning = find_long_path_warning(build_run("org/Some-1B", seq_len=131072), nodes)
+    assert warning is not None and "GPU 0 has 80.0 GiB, the run needs about" in warning
+
+
 @pytest.fixture
 def run_file(tmp_path, monkeypatch, check_plugins_in_process):
     monkeypatch.chdir(tmp_path)
@@ -52,13 +98,13 @@ def test_a_dry_run_prints_who_runs_where(run_file, capsys):
     assert origin.startswith("nodes as in [cluster.node], because cluster.")
     assert lines[:11] == [
         "",
-        "node-0 (node-0, head): 2 GPUs, 8 cores, 16 GiB",
+        "node-0 (node-0, head): 2 GPUs of 80 GiB, 8 cores, 16 GiB",
         "  orchestrator: 1 core, 0.3 GiB of memory",
         "  inference/0: 1 GPU, 2 cores, 1.0 GiB of memory, 1.1 GiB of GPU memory per GPU",
         "  inference/1: 1 GPU, 2 cores, 1.0 GiB of memory, 1.1 GiB of GPU memory per GPU",
         "  env/train/reverse/1: 2 cores, 0.4 GiB of memory",
         "",
-        "node-1 (node-1): 2 GPUs, 8 cores, 16 GiB",
+        "node-1 (node-1): 2 GPUs of 80 GiB, 8 cores, 16 GiB",
         "  trainer rank 0: 1 GPU, 2 cores, 1.0 GiB of memory, 1.5 GiB of GPU memory per GPU",
         "  trainer rank 1: 1 GPU, 2 cores, 1.0 GiB of memory, 1.5 GiB of GPU memory per GPU",
         "  env/train/reverse/0: 2 cores, 0.4 GiB of memory",
@@ -82,7 +128,7 @@ def test_a_dry_run_says_how_many_nodes_have_joined_and_plans_the_others(run_file
         "nodes of the Ray cluster at 'auto'; 1 of 2 nodes have joined (a); "
         "the run would wait up to 600 s for the others, planned as in [cluster.node]"
     )
-    assert {"a (a, head): 0 GPUs, 4 cores", "node-1 (node-1): 2 GPUs, 8 cores, 16 GiB"} <= set(lines)
+    assert {"a (a, head): 0 GPUs, 4 cores", "node-1 (node-1): 2 GPUs of 80 GiB, 8 cores, 16 GiB"} <= set(lines)
 
 
 def test_a_dry_run_says_what_other_jobs_use(run_file, capsys, monkeypatch):

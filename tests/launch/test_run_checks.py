@@ -1,0 +1,85 @@
+"""Checks of a run before it is planned: models, ranks, packages, and what a resumed run may change."""
+
+import shutil
+from importlib.util import find_spec
+
+import pytest
+
+from ramify.core.errors import ConfigInvalid
+from ramify.launch import run_checks
+from ramify.launch.completion import prepare_run_directory
+from ramify.launch.run_checks import check_run
+from ramify.model.resolve import read_vocab_size, resolve_model_path
+from ramify.orchestrate.config import RunConfig
+
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("check_plugins_in_process")]
+
+TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+
+
+def config(tmp_path, **more) -> RunConfig:
+    return RunConfig(**{"name": "run", "output": tmp_path, "seq_len": 256, "train": [TRAIN], **more})
+
+
+def test_top_k_above_the_vocabulary_of_a_started_teacher_is_refused(tmp_path):
+    vocab_size = read_vocab_size(resolve_model_path("tiny"))
+    source = {**TRAIN, "teacher": "teacher", "sampling": {"temperature": 1.0}}
+
+    def check(top_k, teacher):
+        train = [{**source, "algorithm": {"id": "opd", "top_k": top_k}}]
+        check_run(config(tmp_path, train=train, models={"teacher": teacher}), dry_run=True)
+
+    problem = f"train.0.algorithm.top_k: expected at most {vocab_size}, the vocabulary of models.teacher, got 5000"
+    with pytest.raises(ConfigInvalid, match=problem):
+        check(5000, {"name": "tiny"})
+    check(vocab_size, {"name": "tiny"})
+    check(5000, {"base_url": ["http://10.0.0.1:8000"]})
+
+
+def test_missing_models_and_wrong_plugin_tables_are_reported_together(tmp_path):
+    models = {"teacher": {"name": str(tmp_path / "nothing")}, "judge": {"name": "org/model"}}
+    train = [{**TRAIN, "algorithm": {"id": "grpo", "normalise": True}}]
+    with pytest.raises(ConfigInvalid) as caught:
+        check_run(config(tmp_path, model={"name": "tinny"}, models=models, train=train))
+    head, *problems = caught.value.message.splitlines()
+    assert head == "3 problems in the configuration:"
+    keys = ["model.name", "models.teacher.name", "train.0.algorithm.normalise"]
+    assert [problem.split(":")[0].strip() for problem in problems] == keys
+
+
+def test_several_ranks_are_refused_for_a_vision_model_that_was_just_downloaded(tmp_path, monkeypatch):
+    repo_directory = tmp_path / "hub" / "models--org--vision"
+
+    def download(name):
+        shutil.copytree(resolve_model_path("tiny-vision"), repo_directory / "snapshots" / "0")
+        (repo_directory / "refs").mkdir()
+        (repo_directory / "refs" / "main").write_text("0")
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(run_checks, "fetch_model", download)
+    with pytest.raises(ConfigInvalid, match=r"launch.trainer_gpus: org/vision .* one rank, got 2; set it to 1"):
+        check_run(config(tmp_path, launch={"trainer_gpus": 2}, model={"name": "org/vision"}))
+
+
+def test_a_dry_run_needs_no_model(tmp_path):
+    check_run(config(tmp_path, model={"name": "Qwen/Qwen3-0.6B"}), dry_run=True)
+    with pytest.raises(ConfigInvalid, match=r"model.name: model 'Qwen/Qwen3-0.6B' is not in the local cache"):
+        check_run(config(tmp_path, model={"name": "Qwen/Qwen3-0.6B"}))
+
+
+def test_missing_sink_library_is_refused(tmp_path):
+    assert find_spec("trackio") is None, "this test needs an environment without trackio"
+    match = r"monitor.sinks.0: trackio is not installed; pip install 'ramify\[trackio\]'"
+    with pytest.raises(ConfigInvalid, match=match):
+        check_run(config(tmp_path, monitor={"sinks": [{"type": "trackio"}]}), dry_run=True)
+
+
+def test_resuming_with_other_trained_weights_is_refused_before_anything_starts(tmp_path):
+    full, lora = config(tmp_path), config(tmp_path, trainer={"lora": {"rank": 8}})
+    prepare_run_directory(full)
+    for accept_changes in (False, True):  # no checkpoint fits, so the change cannot be accepted
+        with pytest.raises(ConfigInvalid, match=r"(?s)lora\.enabled: was False, now True.*lora\.rank: .*8.*--fresh"):
+            prepare_run_directory(lora, accept_changes=accept_changes)
+    prepare_run_directory(lora, fresh=True)
+    with pytest.raises(ConfigInvalid, match=r"lora\.rank: was 8, now 4"):
+        prepare_run_directory(config(tmp_path, trainer={"lora": {"rank": 4}}))
