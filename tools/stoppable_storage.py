@@ -44,7 +44,7 @@ class StoppableStorage:
         for path in (self.path, self.files):
             path.mkdir(parents=True)
         command = [sys.executable, __file__, str(self.path), str(self.files)]
-        self._server = server = subprocess.Popen(command, stdout=subprocess.PIPE)
+        self._server = server = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         assert server.stdout is not None
         if server.stdout.readline() != b"mounted\n":
             raise OSError(f"{self.path} could not be mounted; root and /dev/fuse are needed")
