@@ -72,6 +72,16 @@ def _prepare_run(hanging: Path, local: Path) -> Steps:
     prepare_run_directory(config)
 
 
+def _build_launcher() -> Any:
+    """Return a launcher whose nodes may be lost, so that leases are recorded."""
+    from ramify.launch.local_launcher import LocalLauncher
+
+    class LauncherOfLosableNodes(LocalLauncher):
+        can_lose_nodes = True
+
+    return LauncherOfLosableNodes()
+
+
 def _record_leases(hanging: Path, local: Path) -> Steps:
     from ramify.launch.head import prepare_head
     from ramify.launch.head_leases import hold_leases
@@ -79,7 +89,7 @@ def _record_leases(hanging: Path, local: Path) -> Steps:
     config = _build_config(local, hanging)
     prepare_head(config)
     yield
-    with hold_leases(config.path, config.shared_path, 0, [_build_leased_spec(local)]):
+    with hold_leases(config.path, config.shared_path, 0, [_build_leased_spec(local)], _build_launcher()):
         pass
 
 
@@ -92,7 +102,7 @@ def _remove_leases(hanging: Path, local: Path) -> Steps:
 
     config = _build_config(local, hanging)
     prepare_head(config)
-    with hold_leases(config.path, config.shared_path, 0, [_build_leased_spec(local)]):
+    with hold_leases(config.path, config.shared_path, 0, [_build_leased_spec(local)], _build_launcher()):
         RunRecord(config.path, "").write([ProcessStatus("engine", ProcessState.ENDED, 1, 0, 0.0, token="0.0")])
         yield
 

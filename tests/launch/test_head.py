@@ -13,7 +13,6 @@ from ramify.core.errors import ConfigInvalid, ProcessReplaced
 from ramify.launch.completion import FINISHED_KEY, mark_finished, prepare_run_directory
 from ramify.launch.execution import execute_plan
 from ramify.launch.head import check_newest_head, prepare_head, read_local_state
-from ramify.launch.plan import build_plan
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.run.fencing.directory_store import DirectoryStore
@@ -21,6 +20,7 @@ from ramify.run.store import RunStore, open_run
 from ramify.run.store.head_replication import HeadReplicator
 from ramify.run.store.ledger import Ledger
 from tests.support.ledgers import commit_step, issue_and_score, run_all
+from tests.support.plans import plan_here
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 
@@ -230,7 +230,7 @@ def test_end_that_was_not_replicated_is_replicated_by_a_rerun(tmp_path):
     train_step(first)
     with open_run(first.path, first.identity) as store:  # as if the shared storage had failed afterwards
         store.set_fact(FINISHED_KEY, 1)
-    result = execute_plan(build_plan(first, gpus=[]), display=Display())
+    result = execute_plan(plan_here(first), display=Display())
     assert (result.did_run, result.steps) == (False, 1)
     prepare_head(second)
     assert prepare_run_directory(second) == 1
