@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ramify.core.errors import ProviderError
-from ramify.launch.run_queries import connect_if_running, read_metrics
-from ramify.launch.status_client import StatusClient
 from ramify.orchestrate.config import EXIT_RESUMABLE
+from ramify.run import reader
+from ramify.run.reader import read_metrics
 
 POLL_INTERVAL = 0.1  # seconds
 STOP_TIMEOUT = 150.0  # seconds for the last checkpoint
@@ -60,15 +59,14 @@ def observe_run(
     """Run `config` in `home` until it ends or, with `stop`, until `is_enough` returns True for its rewards."""
     (home / f"{name}.toml").write_text(config)
     log, observation, path = home / f"{name}.log", RunObservation(), home / "outputs" / name
-    started_at, client = time.monotonic(), None
+    started_at = time.monotonic()
     with log.open("w") as output:
         run = subprocess.Popen(ramify_command("rl", "@", f"{name}.toml"), cwd=home, stdout=output, stderr=output)
         try:
             while run.poll() is None and not (stop and observation.reached_at is not None):
                 if time.monotonic() - started_at > timeout:
                     break
-                if client := client or connect_if_running(path):
-                    _poll(client, observation, started_at, is_enough)
+                _poll(path, observation, started_at, is_enough)
                 time.sleep(POLL_INTERVAL)
             if run.poll() is None:
                 run.send_signal(signal.SIGTERM)
@@ -85,18 +83,16 @@ def observe_run(
     return observation
 
 
-def _poll(
-    client: StatusClient, observation: RunObservation, started_at: float, is_enough: Callable[[list[float]], bool]
-) -> None:
-    try:
-        status, seconds = client.get("/status"), time.monotonic() - started_at
-    except ProviderError:
+def _poll(path: Path, observation: RunObservation, started_at: float, is_enough: Callable[[list[float]], bool]) -> None:
+    observed, seconds = reader.observe_run(path), time.monotonic() - started_at
+    status = observed.state.orchestrator
+    if not observed.is_live or status is None:
         return
     observation.startup = observation.startup or seconds
-    if status["step"] > (observation.step_times[-1][1] if observation.step_times else 0):
+    if status.step > (observation.step_times[-1][1] if observation.step_times else 0):
         observation.first_step = observation.first_step or seconds
-        observation.step_times.append((seconds, status["step"]))
-    rewards: list[float] = status["reward_history"]
+        observation.step_times.append((seconds, status.step))
+    rewards = [reward for reward in status.reward_history if reward is not None]
     observation.rewards = rewards if len(rewards) >= len(observation.rewards) else observation.rewards
     if observation.reached_at is None and is_enough(rewards):
         observation.reached_at = seconds

@@ -37,9 +37,8 @@ import psutil
 from _check import Row, finish, parser
 from _damage import SEGMENT, TARGETS, Damage, damage
 
-from ramify.core.errors import ProviderError
-from ramify.launch.run_queries import connect_if_running, read_metrics
 from ramify.rollout.runtime.bwrap import INIT_FILE, find_unsupported_reason
+from ramify.run.reader import observe_run, read_metrics
 from ramify.run.store import RunStore
 from ramify.train.checkpoint_manifest import list_saved_steps
 
@@ -151,10 +150,8 @@ class Run:
     @property
     def trained(self) -> int:
         """The number of trained steps; 0 while the orchestrator does not answer."""
-        client = connect_if_running(self.path)
-        with contextlib.suppress(ProviderError):
-            return client.get("/status")["step"] if client else 0
-        return 0
+        observed = observe_run(self.path)
+        return observed.state.orchestrator.step if observed.is_live and observed.state.orchestrator else 0
 
     @property
     def committed(self) -> int:

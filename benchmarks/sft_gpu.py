@@ -20,7 +20,7 @@ from _check import Row, finish, measure_trl, parser
 from _loop import ramify_command
 from _random_qwen import write_random_qwen
 
-from ramify.launch.run_queries import read_metrics
+from ramify.run.reader import read_metrics
 
 CONVERSATIONS, TOKENS, SEQ_LEN = 64, 65_536, 1024
 TARGET_TOKENS_PER_S, TARGET_RATIO = 130_000, 2.5

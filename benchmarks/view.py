@@ -266,37 +266,38 @@ def measure_polls() -> list[Row]:
 
 def _measure_handlers(path: Path) -> float:
     """Poll a running run, pausing everything else: its trainer and env servers are stopped meanwhile."""
-    from ramify.launch.run_record import read_record
-    from ramify.view.run_state import read_activity
+    from ramify.run.state import SupervisorState
+    from ramify.view.run_summary import observe_shown_run
 
     deadline = time.monotonic() + READY_TIMEOUT
     while True:
         with contextlib.suppress(Exception):
-            activity = read_activity(path, "rl")
-            if activity.state == "running" and activity.status.get("step", 0) >= 3:
+            shown = observe_shown_run(path, "rl")
+            if shown.page_state == "running" and shown.state.orchestrator and shown.state.orchestrator.step >= 3:
                 break
         if time.monotonic() > deadline:
             raise SystemExit(f"{path} made no three steps in time")
         time.sleep(1.0)
-    processes = read_record(path)["processes"]
-    stopped = [psutil.Process(entry["pid"]) for name, entry in processes.items() if name != "orchestrator"]
-    orchestrator = psutil.Process(processes["orchestrator"]["pid"])
+    state = SupervisorState.read(path)
+    assert state is not None
+    stopped = [psutil.Process(entry.pid) for name, entry in state.processes.items() if name != "orchestrator"]
+    orchestrator = psutil.Process(state.processes["orchestrator"].pid)
     for process in stopped:
         process.suspend()
     time.sleep(2.0)  # what was on its way arrives
     try:
-        idle, busy = (_measure_cpu(orchestrator, polls, path, read_activity) for polls in (0, NUM_POLLS))
+        idle, busy = (_measure_cpu(orchestrator, polls, path, observe_shown_run) for polls in (0, NUM_POLLS))
     finally:
         for process in stopped:
             process.resume()
     return max(0.0, busy - idle) / NUM_POLLS
 
 
-def _measure_cpu(process: psutil.Process, polls: int, path: Path, read_activity) -> float:
+def _measure_cpu(process: psutil.Process, polls: int, path: Path, observe) -> float:
     """Return the CPU time of a process in ten seconds, with this many polls."""
     before, started = sum(process.cpu_times()[:2]), time.monotonic()
     for _ in range(polls):
-        assert read_activity(path, "rl").state == "running"
+        assert observe(path, "rl").page_state == "running"
     time.sleep(max(0.0, 10.0 - (time.monotonic() - started)))
     return sum(process.cpu_times()[:2]) - before
 

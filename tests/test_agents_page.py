@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.launch.run_queries import read_metrics
+from ramify.run.reader import read_metrics
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,22 +15,23 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.core.errors import ConfigInvalid
-from ramify.launch import api, run_lock
+from ramify.launch import api
 from ramify.launch.api import rl
 from ramify.launch.execution import RunResult
-from ramify.launch.liveness import get_process_state
 from ramify.launch.monitor.plot import smooth
-from ramify.launch.run_lock import lock_run
 from ramify.launch.supervisor import RunOutcome
 from ramify.model.manifest import Manifest
-from ramify.orchestrate.snapshot import write_snapshot
+from ramify.run import lock
+from ramify.run.lock import lock_run
+from ramify.run.reader import get_process_state
+from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 from ramify.run.store import RunStore
 from ramify.run.store.group_state import DropReason
 from ramify.run.store.ledger import GroupRecord, Ledger
 from ramify.run.store.run_log import MetricPoint, RunLog
 from ramify.trace.version import PolicyVersion
 from tests.support.processes import wait_until
-from tests.support.status import STATUS, serve_status
+from tests.support.status import make_state, serve_status
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n"
@@ -137,10 +138,9 @@ def test_why_queries_a_live_run(run, capsys):
 
 
 def test_why_names_the_nodes_of_a_run_on_a_cluster(run, capsys):
-    trainer = {"node": "host2, host3", "state": "silent", "restarts": 1}
-    processes = {"trainer": trainer, "orchestrator": {"node": "", "state": "ready", "restarts": 0}}
+    trainer = ProcessStatus("trainer", ProcessState.SILENT, restarts=1, node="host2, host3")
     with serve_status(run) as address, RunStore.open(run):
-        (run / "run.json").write_text(json.dumps({"status": address, "processes": processes}))
+        write_supervisor(run, [trainer, ProcessStatus("orchestrator", ProcessState.READY)], status=address)
         assert main(["why", "run"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["trainer", "host2,", "host3", "its", "node", "does", "not", "answer", "1"] in lines
@@ -151,7 +151,7 @@ def test_why_of_an_ended_run_reads_its_files(run, capsys):
     log = run / "logs" / "trainer.log"
     log.parent.mkdir()
     log.write_text("step 3\nProviderError: gone\n")
-    (run / "run.json").write_text(json.dumps({"processes": {"trainer": {"log": str(log)}}}))
+    write_supervisor(run, [ProcessStatus("trainer", ProcessState.ENDED, log=str(log))])
     assert main(["why", "run"]) == 0
     output = capsys.readouterr().out
     assert "is stopped: 0 steps committed" in output
@@ -161,7 +161,7 @@ def test_why_of_an_ended_run_reads_its_files(run, capsys):
 
 
 def test_why_of_an_interrupted_run_begins_with_the_command_that_resumes_it(run, capsys):
-    write_state(run, record={}, snapshot={})  # written before the last steps were committed
+    make_state(run).write(run)  # written before the last steps were committed
     (run / "config.toml").write_text("[[train]]\n")
     with RunStore.open(run) as store:
         RunLog(store).log_event("interrupted").result(10)
@@ -188,17 +188,15 @@ def test_why_of_a_run_in_use_without_a_state_names_the_process_and_does_not_fail
     assert "state=starting" in output and f"is in use by process {os.getpid()}" in output
 
 
-PROCESS = {"node": "", "restarts": 0, "log": "x.log"}
-PROCESSES = {"inference/0": {**PROCESS, "state": "starting"}, "orchestrator": {**PROCESS, "state": "waiting"}}
+PROCESSES = [ProcessStatus("inference/0", ProcessState.STARTING), ProcessStatus("orchestrator", ProcessState.WAITING)]
 PROCESS_ROWS = {"inference/0 starting 0", "orchestrator waiting 0"}
+GONE = 2**22 + 1  # the pid of no process
 
 
-def write_state(run: Path, *, record: dict, snapshot: dict) -> None:
-    """Write `run.json` and `status.json` with these fields."""
-    (run / "run.json").write_text(json.dumps({"pid": os.getpid(), "processes": PROCESSES, **record}))
-    write_snapshot(run, {**STATUS, "run": str(run)})
-    fields = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps({**fields, **snapshot}))
+def write_supervisor(run: Path, processes=PROCESSES, **fields) -> None:
+    """Write `run.json` as a supervisor with this pid does."""
+    state = SupervisorState(**{"pid": os.getpid(), "started": time.time(), **fields})
+    state.with_processes(processes).write(run)
 
 
 def read_rows(capsys) -> tuple[str, set[str]]:
@@ -207,11 +205,13 @@ def read_rows(capsys) -> tuple[str, set[str]]:
     return first, {" ".join(line.split()) for line in lines[1:]}
 
 
-def test_why_of_a_run_that_starts_shows_its_processes(run, capsys):
-    exited = {"pid": 2**22 + 1}  # the orchestrator of an earlier start
+@pytest.mark.parametrize("has_state", [False, True])
+def test_why_of_a_run_that_starts_shows_its_processes(run, capsys, has_state):
+    if has_state:
+        make_state(run, pid=GONE).write(run)  # of an orchestrator that has crashed and starts again
     with lock_run(run):
-        for pid, rows in ((os.getpid(), PROCESS_ROWS), (2**22 + 1, set())):
-            write_state(run, record={"pid": pid, "started": time.time()}, snapshot=exited)
+        for pid, rows in ((os.getpid(), PROCESS_ROWS), (GONE, set())):
+            write_supervisor(run, pid=pid)
             for is_open in (False, True):  # whether the orchestrator holds the database
                 with RunStore.open(run) if is_open else contextlib.nullcontext():
                     assert main(["why", "run"]) == 0
@@ -222,20 +222,10 @@ def test_why_of_a_run_that_starts_shows_its_processes(run, capsys):
     assert "is stopped: 0 steps committed" in capsys.readouterr().out
 
 
-def test_why_of_a_run_that_starts_on_another_host_shows_it_as_starting(run, capsys):
-    snapshot = {"host": "lost-host", "time": time.time() + 3600}  # the clocks of the hosts differ
+def test_why_does_not_take_the_state_of_an_earlier_start_with_the_same_pid(run, capsys):
     with lock_run(run):
-        write_state(run, record={"started": time.time(), "earlier_snapshot_time": snapshot["time"]}, snapshot=snapshot)
-        assert main(["why", "run"]) == 0
-    line, rows = read_rows(capsys)
-    assert "state=starting" in line and rows == PROCESS_ROWS
-
-
-def test_why_does_not_take_the_record_of_an_earlier_start_with_the_same_pid(run, capsys):
-    processes = {"orchestrator": {**PROCESS, "state": "ended"}}
-    record = {"started": time.time() - 60, "processes": processes}
-    with lock_run(run):
-        write_state(run, record=record, snapshot={"time": time.time() - 30})
+        write_supervisor(run, [ProcessStatus("orchestrator", ProcessState.ENDED)], started=time.time() - 60)
+        make_state(run, time=time.time() - 30).write(run)
         assert main(["why", "run"]) == 0
     line, rows = read_rows(capsys)
     assert "state=starting" in line and rows == set()
@@ -243,11 +233,9 @@ def test_why_does_not_take_the_record_of_an_earlier_start_with_the_same_pid(run,
 
 @pytest.mark.parametrize(("age", "rows"), [(0, PROCESS_ROWS), (60, set())])
 def test_why_of_a_run_that_starts_in_another_container_shows_its_processes(run, capsys, monkeypatch, age, rows):
-    monkeypatch.setattr(run_lock, "find_writer", lambda path: 0)
+    monkeypatch.setattr(lock, "find_writer", lambda path: 0)
     with lock_run(run):
-        snapshot = {"host": "lost-host", "time": time.time() - 90}
-        record = {"pid": 7, "started": time.time() - age, "earlier_snapshot_time": snapshot["time"]}
-        write_state(run, record=record, snapshot=snapshot)
+        write_supervisor(run, pid=7, started=time.time() - age)
         assert main(["why", "run"]) == 0
     line, found_rows = read_rows(capsys)
     assert line.startswith("outputs/run state=starting: `ramify rl`, in another container, is running")
@@ -283,12 +271,11 @@ def test_audit_of_a_run_in_use_says_that_it_needs_a_stopped_run(run, capsys):
 HOLDS = """
 import sys
 from pathlib import Path
-from ramify.orchestrate.snapshot import write_snapshot
 from ramify.run.store import RunStore
-from tests.support.status import DROPS, STATUS, WAITS
+from tests.support.status import make_state
 path = Path(sys.argv[1])
 with RunStore.open(path):
-    write_snapshot(path, {**STATUS, "run": str(path)}, WAITS, DROPS)
+    make_state(path).write(path)
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -299,7 +286,7 @@ def test_why_shows_the_last_state_of_an_unresponsive_orchestrator(run, capsys):
     log = run / "logs" / "orchestrator.log"
     log.parent.mkdir()
     log.write_text("step 6: reward 0.625\n")
-    (run / "run.json").write_text(json.dumps({"processes": {"orchestrator": {"log": str(log)}}}))
+    write_supervisor(run, [ProcessStatus("orchestrator", ProcessState.READY, log=str(log))])
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
     )

@@ -10,12 +10,11 @@ import pytest
 
 from ramify.core.errors import RamifyError, StorageFailed
 from ramify.core.watchdog import WATCHDOG, Watchdog, WatchdogSettings
-from ramify.launch.run_record import RECORD_FILE, read_record
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, read_addresses
-from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.directory_store import DirectoryStore
+from ramify.run.state import OrchestratorState, SupervisorState
 from tests.support.processes import wait_until
 
 SETTINGS = WatchdogSettings(poll_interval=1.0, storage_limit=10.0, min_transfer_rate=1e6, warning_delay=1e9)
@@ -123,8 +122,8 @@ def test_thread_polls_and_names_the_call(tmp_path):
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        (SNAPSHOT_FILE, read_snapshot),
-        (RECORD_FILE, read_record),
+        (OrchestratorState.FILE, OrchestratorState.read),
+        (SupervisorState.FILE, SupervisorState.read),
         (ADDRESS_BOOK_FILE, read_addresses),
         (MANIFEST_FILE, Manifest.read),
         ("epoch", lambda path: DirectoryStore(path).read("epoch")),

@@ -9,21 +9,19 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from ramify.core.display import Display
 from ramify.core.errors import EnvironmentChanged, RunBusy, RunStalled, StorageFailed
-from ramify.launch import run_lock
 from ramify.launch.execution import execute_plan
 from ramify.launch.launcher import ProcessRole
 from ramify.launch.plan import LaunchPlan
-from ramify.launch.run_lock import lock_run
-from ramify.launch.run_record import read_record
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot, write_snapshot
+from ramify.run import lock
+from ramify.run.lock import lock_run
+from ramify.run.state import RunPhase
 from ramify.run.store import RunStore
 from ramify.run.store.environments import ObservedEnvironment, record_environments
 from ramify.run.store.run_log import RunLog
@@ -31,6 +29,7 @@ from ramify.train import weights_directory
 from tests.support.display import RecordingDisplay
 from tests.support.plans import plan_here
 from tests.support.processes import RUNS_FOREVER, build_spec, fails_with, read_pids
+from tests.support.status import make_state
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("check_plugins_in_process")]
 
@@ -71,22 +70,16 @@ def test_finished_run_is_not_repeated_unless_there_are_more_steps(tmp_path):
     assert len(read_pids(tmp_path, "orchestrator")) == 3
 
 
-def test_startup_wait_of_an_earlier_start_is_not_shown(tmp_path):
+def test_state_of_an_earlier_start_is_not_shown(tmp_path):
     path, fifo = tmp_path / "run", tmp_path / "refreshed"
     path.mkdir()
-    wait = {"who": "orchestrator", "waits_for": "the engines", "since_s": 5.0, "deadline_s": 60.0}
-    write_snapshot(path, {"state": "starting"}, [wait])
-    file = path / SNAPSHOT_FILE  # of a machine whose clock is an hour ahead
-    file.write_text(json.dumps({**json.loads(file.read_text()), "time": time.time() + 3600}))
+    make_state(path, state=RunPhase.STARTING).write(path)
     os.mkfifo(fifo)
     ends_after_a_refresh = 'open(DIR + "/refreshed").read(1)' + COMMITS_STEPS.format(steps=3)
     with fifo.open("r+b", buffering=0) as pipe:
         display = RecordingDisplay(lambda state: pipe.write(b"x"))
         execute_plan(build_test_plan(tmp_path, ends_after_a_refresh), display=display)
-    assert {state.startup_wait for state in display.states} == {""}
-    snapshot = read_snapshot(path)
-    assert snapshot is not None
-    assert read_record(path)["earlier_snapshot_time"] == snapshot.time
+    assert {state.orchestrator for state in display.states} == {None}
 
 
 def test_exhausted_run_resumes_when_there_are_more_tasks(tmp_path):
@@ -197,7 +190,7 @@ def test_shared_memory_weights_are_removed_and_saved_if_finished(tmp_path, monke
 
 
 def test_time_of_the_lock_is_that_of_the_supervisors_clock(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock.time, "time", lambda: 1_000_000.0)
+    monkeypatch.setattr(lock.time, "time", lambda: 1_000_000.0)
     with lock_run(tmp_path / "run"):
-        supervisor = run_lock.find_supervisor(tmp_path / "run")
+        supervisor = lock.find_supervisor(tmp_path / "run")
     assert supervisor is not None and supervisor.locked_at == 1_000_000.0

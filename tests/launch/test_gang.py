@@ -7,12 +7,13 @@ import time
 import pytest
 
 from ramify.core.errors import ProcessDied
+from ramify.launch.head_leases import read_earlier_processes
 from ramify.launch.launcher import Placement, ProcessRole, ProcessStart
-from ramify.launch.process import EarlierProcess, ProcessState
-from ramify.launch.run_record import RunRecord, read_earlier_processes
-from ramify.launch.supervisor import ProcessStatus, RunOutcome
+from ramify.launch.process import EarlierProcess
+from ramify.launch.supervisor import RunOutcome
 from ramify.run.fencing.lease import LeaseTerms
 from ramify.run.fencing.token import FencingToken
+from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 from tests.launch.test_supervisor import supervise, waits_for
 from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids
 
@@ -130,14 +131,13 @@ async def test_restarted_supervisor_continues_the_tokens_of_its_epoch_and_waits_
 
 
 def test_record_of_a_run_says_which_processes_may_still_run(tmp_path):
-    record = RunRecord(tmp_path, "http://127.0.0.1:1")
     statuses = [
         ProcessStatus("inference", ProcessState.READY, 1, 0, 0.0, node="host2", token="3", replacement_delay=70.0),
         ProcessStatus("env", ProcessState.SILENT, 1, 0, 0.0, node="host2", token="4", replacement_delay=80.0),
         ProcessStatus("trainer", ProcessState.ENDED, 0, 0, 0.0, node="host3", token="0.1"),
         ProcessStatus("orchestrator", ProcessState.READY, 2, 0, 0.0),
     ]
-    record.write(statuses)
+    SupervisorState.begin(tmp_path, "http://127.0.0.1:1").with_processes(statuses).write(tmp_path)
     assert read_earlier_processes(tmp_path) == {
         "inference": EarlierProcess(FencingToken(0, 3), replacement_delay=70.0),
         "env": EarlierProcess(FencingToken(0, 4), replacement_delay=80.0),

@@ -9,11 +9,10 @@ from ramify.launch.head import prepare_head
 from ramify.launch.head_leases import hold_leases
 from ramify.launch.launcher import Placement
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import EarlierProcess, ProcessState
-from ramify.launch.run_record import RunRecord
-from ramify.launch.supervisor import ProcessStatus
+from ramify.launch.process import EarlierProcess
 from ramify.run.fencing.lease import LeaseTerms
 from ramify.run.fencing.token import FencingToken
+from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 from ramify.run.store.head_replication import POLL_INTERVAL
 from tests.launch.test_head import make_config, train_step
 from tests.support.launchers import InProcessLauncher
@@ -40,7 +39,7 @@ def run_head(tmp_path, config, duration=60.0, states=(ProcessState.ENDED, Proces
             ProcessStatus(name, state, 1, 0, 0.0, token=f"{epoch}.0", replacement_delay=duration)
             for name, state in zip("ab", states)
         ]
-        RunRecord(config.path, "").write(statuses)
+        SupervisorState.begin(config.path, "").with_processes(statuses).write(config.path)
 
 
 def find_waits(tmp_path, head) -> dict[str, EarlierProcess]:

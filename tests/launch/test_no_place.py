@@ -5,8 +5,8 @@ import pytest
 from ramify.core.errors import DeadlineExceeded, ProcessDied
 from ramify.launch.launcher import Placement, ProcessRole
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import ProcessState
 from ramify.launch.supervisor import RunOutcome, SupervisorSettings
+from ramify.run.state import ProcessState
 from tests.launch.test_supervisor import supervise
 from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids
 

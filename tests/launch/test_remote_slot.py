@@ -11,11 +11,11 @@ from ramify.core.errors import DeadlineExceeded, StorageFailed
 from ramify.launch.launcher import Placement, ProcessRole, ProcessStart
 from ramify.launch.local_launcher import LocalSlot
 from ramify.launch.node_process import ExchangeRequest, NodeProcess
-from ramify.launch.process import ProcessState
 from ramify.launch.supervisor import RunOutcome, Supervisor, SupervisorSettings
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.lease import LeaseTerms, read_lease_clock
+from ramify.run.state import ProcessState
 from tests.support.launchers import (
     PYTHON,
     SETTINGS,

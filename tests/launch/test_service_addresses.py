@@ -3,9 +3,8 @@
 import json
 
 from ramify.launch.launcher import ProcessSpec
-from ramify.launch.process import ProcessState
 from ramify.launch.service_addresses import ServiceAddresses
-from ramify.launch.supervisor import ProcessStatus
+from ramify.run.state import ProcessState, ProcessStatus
 
 
 def build_status(name: str, address: str, state: ProcessState = ProcessState.READY) -> ProcessStatus:

@@ -14,15 +14,14 @@ import pytest
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, StorageFull
 from ramify.launch.launcher import ProcessRole
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import ProcessState
 from ramify.launch.supervisor import (
-    ProcessStatus,
     RunOutcome,
     Supervisor,
     SupervisorSettings,
 )
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.processes.watcher import DESCENDANTS_TIMEOUT
+from ramify.run.state import ProcessState, ProcessStatus
 from tests.support.processes import (
     IGNORES_SIGTERM,
     RUNS_FOREVER,

@@ -14,15 +14,14 @@ import pytest
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import EnvironmentChanged, PeerLost
 from ramify.launch.completion import prepare_run_directory
-from ramify.launch.last_state import read_startup_wait
 from ramify.orchestrate.address_book import write_addresses
 from ramify.orchestrate.background import measure_env_servers
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.run_context import RunContext
-from ramify.orchestrate.snapshot import read_snapshot
 from ramify.orchestrate.startup_report import StartupReport
-from ramify.orchestrate.status import build_status, list_waits
+from ramify.orchestrate.status import build_state, list_waits
 from ramify.rollout.envserver import EnvServer, EnvServerConfig
+from ramify.run.state import OrchestratorState
 from ramify.run.store import Ledger, RunLog, RunStore
 from ramify.run.store.audit import audit
 from ramify.run.store.environments import ACCEPT_CHANGES_KEY
@@ -184,8 +183,11 @@ async def test_wait_for_a_teacher_is_reported(tmp_path, engine, capsys):
     config = RunConfig.model_validate(table)
 
     async def is_reported() -> bool:
-        text = await read_startup_wait(config.path, earlier=None)
-        return text == "the orchestrator waits for models.teacher at http://127.0.0.1:9, up to 60 s"
+        state = OrchestratorState.read(config.path)
+        return (
+            state is not None
+            and state.startup_wait == "the orchestrator waits for models.teacher at http://127.0.0.1:9, up to 60 s"
+        )
 
     async with AsyncExitStack() as stack:
         opening = asyncio.create_task(RunContext(config, report_interval=0.05).open(stack))
@@ -206,10 +208,10 @@ async def test_report_keeps_what_a_start_that_failed_waited_for(tmp_path):
         with pytest.raises(PeerLost):
             async with report.waiting_for("the env servers of words", 60.0):
                 raise PeerLost("words: no env server answers")
-        assert [wait["waits_for"] for wait in read_snapshot(config.path).waits] == ["the env servers of words"]
+        assert [wait.waits_for for wait in OrchestratorState.read(config.path).waits] == ["the env servers of words"]
         async with report.waiting_for("the env servers of words", 60.0):
             pass
-        assert read_snapshot(config.path).waits == []
+        assert OrchestratorState.read(config.path).waits == []
 
 
 async def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run):
@@ -218,14 +220,14 @@ async def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run):
         config = changing_run.config(server.address)
 
         async def is_reported() -> bool:
-            text = await read_startup_wait(config.path, earlier=None)
-            return text == "the orchestrator waits for the tasks of words"
+            state = OrchestratorState.read(config.path)
+            return state is not None and state.startup_wait == "the orchestrator waits for the tasks of words"
 
         opening = asyncio.create_task(RunContext(config, report_interval=0.05).open(stack))
         await wait_until(is_reported, "a report")
         server.may_list.set()
         await opening
-        assert read_snapshot(config.path).waits == []
+        assert OrchestratorState.read(config.path).waits == []
 
 
 def start_engine(stack: contextlib.ExitStack) -> ScriptedEngine:
@@ -253,12 +255,12 @@ async def move_everything(run: RunContext, moving_run: ChangingRun, new_engine: 
         write_addresses(run.config.path, {"env/train/words": [second_server.address]})
         await wait_until(lambda: len(run.sources["words"].servers.servers) == 1, "the first env server to be removed")
         await sample_more("rollouts on the second env server")
-        (entry,) = build_status(run)["env_servers"]["words"]
-        assert entry["address"] == second_server.address and entry["done"] >= 1
+        (entry,) = build_state(run).env_servers["words"]
+        assert entry.address == second_server.address and entry.done >= 1
         write_addresses(run.config.path, {"env/train/words": [second_server.address, "tcp://127.0.0.1:1"]})
         await wait_until(lambda: len(run.sources["words"].servers.servers) == 2, "a server that does not exist")
-        waits = {wait["waits_for"]: wait for wait in list_waits(run)}
-        assert waits["its env server at tcp://127.0.0.1:1"]["who"] == "source words"
+        waits = {wait.waits_for: wait for wait in list_waits(run)}
+        assert waits["its env server at tcp://127.0.0.1:1"].who == "source words"
         assert not run.progress.failure_counts
 
 

@@ -1,13 +1,12 @@
 """The state of the orchestrator, as the status of a run has it."""
 
 import asyncio
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
-from ramify.orchestrate.snapshot import OrchestratorState, encode_snapshot
-from ramify.orchestrate.status import get_orchestrator_state
+from ramify.orchestrate.status import get_phase
+from ramify.run.state import RunPhase
 
 SCALING_PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 
@@ -25,17 +24,15 @@ def build_run(*, is_trained: bool = True, due: tuple[str, ...] = (), running: tu
 
 
 def test_run_is_not_finished_before_its_last_eval_has_ended():
-    assert get_orchestrator_state(build_run(is_trained=False)) == "running"
-    assert get_orchestrator_state(build_run(due=("held-out",))) == "evaluating"
-    assert get_orchestrator_state(build_run(running=("held-out",))) == "evaluating"
-    assert get_orchestrator_state(build_run()) == "finished"
+    assert get_phase(build_run(is_trained=False)) == "running"
+    assert get_phase(build_run(due=("held-out",))) == "evaluating"
+    assert get_phase(build_run(running=("held-out",))) == "evaluating"
+    assert get_phase(build_run()) == "finished"
     stopped = build_run(due=("held-out",))
     stopped.stop_requested.set()
-    assert get_orchestrator_state(stopped) == "leaving"
+    assert get_phase(stopped) == "leaving"
 
 
-def test_states_are_documented_and_written_as_plain_strings():
+def test_phases_are_documented():
     table = SCALING_PAGE.read_text("utf-8").partition("| state | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(OrchestratorState)
-    for state in OrchestratorState:
-        assert json.loads(encode_snapshot({"state": state}))["status"] == {"state": state.value}
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(RunPhase)

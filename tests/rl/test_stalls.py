@@ -10,7 +10,6 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,11 +23,12 @@ from ramify.core.errors import (
     StorageFailed,
     StorageFull,
 )
-from ramify.launch.status_client import StatusClient
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.orchestrator import Orchestrator
 from ramify.orchestrate.patience import PatienceSettings
 from ramify.rollout.envserver import EnvServer, EnvServerConfig
+from ramify.run.reader import ask_orchestrator
+from ramify.run.state import OrchestratorState
 from ramify.run.store import RunStore
 from ramify.run.store.group_state import GroupState
 from ramify.run.store.ledger import GroupRecord, Ledger
@@ -155,25 +155,24 @@ def test_environment_that_never_returns(stage):
 
 def test_groups_without_training_signal_are_shown_early_and_warned_about_again_and_again(stage):
     polls: list[asyncio.Task[None]] = []
-    status: dict[str, Any] = {}
+    states: list[OrchestratorState] = []
 
-    async def poll(client: StatusClient) -> None:
-        while not status.get("trainable", [0, 0])[1]:
-            status.update(await client.get_async())
-        status["dropped"] = await client.get_async("/dropped")
+    async def poll(address: str) -> None:
+        while not states or not (states[-1].trainable or (0, 0))[1] or not states[-1].dropped:
+            states.append(await asyncio.to_thread(ask_orchestrator, address))
 
     with pytest.raises(RunStalled, match=r"dropped groups: \d+ × filtered: .*zero_advantage") as stalled:
         stage.run(
             "nothing",
             reply_delay=REPLY_DELAY,
             orchestrator={"patience": 2, "on_no_signal": "warn"},
-            on_status_address=lambda address: polls.append(asyncio.create_task(poll(StatusClient(address)))),
+            on_status_address=lambda address: polls.append(asyncio.create_task(poll(address))),
         )
     assert "orchestrator waits for a trainer (no trainer has connected)" in stalled.value.message
     assert polls[0].done() and polls[0].exception() is None
-    assert (status["step"], status["reward"], status["trainable"][0]) == (0, 1.0, 0)
-    assert status["reward_history"] == []
-    assert re.fullmatch(r"\d+ × filtered: zero_advantage", status["dropped"])
+    state = states[-1]
+    assert (state.step, state.reward, state.trainable[0], state.reward_history) == (0, 1.0, 0, [])
+    assert re.fullmatch(r"\d+ × filtered: zero_advantage", state.dropped)
     with RunStore.open(stage.home / "nothing", write=False) as store:
         warnings = [event.fields for event in RunLog(store).events("failure")]
     assert len(warnings) >= 2

@@ -85,7 +85,7 @@ def wait_for_process(command: subprocess.Popen, run: Path, name: str, *, step: i
         time.sleep(0.02)
         try:
             process = json.loads((run / "run.json").read_text())["processes"][name]
-            if process["state"] == "ready" and json.loads((run / "status.json").read_text())["status"]["step"] >= step:
+            if process["state"] == "ready" and json.loads((run / "status.json").read_text())["step"] >= step:
                 return process["pid"]
         except (OSError, ValueError, KeyError):  # not written yet
             continue

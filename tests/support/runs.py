@@ -87,7 +87,7 @@ def write_config(home: Path, *, steps: int, max_staleness: int, interval: int = 
 
 def read_values(run: Path, name: str) -> list[float]:
     """Return the values of a metric of a run, by step."""
-    from ramify.launch.run_queries import read_metrics
+    from ramify.run.reader import read_metrics
 
     return [point.value for point in read_metrics(run, name)]
 

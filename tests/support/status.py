@@ -2,37 +2,41 @@
 
 import contextlib
 import fnmatch
-import json
+import os
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-STATUS = {
-    "run": "run",
-    "step": 7,
-    "max_steps": 20,
-    "committed": 5,
-    "incarnation": 0,
-    "state": "training",
-    "eta_s": 65.0,
-    "reward": 0.625,
-    "reward_history": [0.4, 0.5, 0.6, 0.625],
-    "rollouts_per_s": 12.5,
-    "tokens_per_s": 2100.0,
-    "staleness": {"mean": 1.5, "max": 3},
-    "trainable": [96, 128],
-    "groups": {"issued": 4, "scored": 2, "trained": 56},
-    "processes": {"trainer": "waits for the batch of step 8", "sampling": "waits for 64 attempts"},
-    "errors": [{"time": 10.0, "where": "reverse", "name": "ProcessDied", "message": "exit code -9"}],
-    "evals": {"eval/held-out/avg": {"step": 0, "value": 0.58}, "eval/held-out/seconds": {"step": 0, "value": 9.0}},
-}
+import msgspec
+
+from ramify.run.state import EvalMetric, FailureEvent, OrchestratorState, RunPhase, SupervisorState, Wait
+
 WAITS = [
-    {"who": "batch 8", "waits_for": "2 scored groups", "since_s": 3.0, "deadline_s": 1800.0, "detail": "6 of 8"},
-    {"who": "group 61", "waits_for": "inference", "since_s": 12.5, "deadline_s": None, "detail": "attempt 3"},
+    Wait("batch 8", "2 scored groups", 3.0, 1800.0, "6 of 8"),
+    Wait("group 61", "inference", 12.5, None, "attempt 3"),
 ]
-DROPS = "37 × filtered: zero_advantage"
+STATE = OrchestratorState(
+    run="run",
+    step=7,
+    max_steps=20,
+    state=RunPhase.RUNNING,
+    committed=5,
+    eta_s=65.0,
+    reward=0.625,
+    reward_history=[0.4, 0.5, 0.6, 0.625],
+    rollouts_per_s=12.5,
+    tokens_per_s=2100.0,
+    staleness={"mean": 1.5, "max": 3},
+    trainable=(96, 128),
+    groups={"issued": 4, "scored": 2, "trained": 56},
+    errors=[FailureEvent(10.0, "reverse", "ProcessDied", "exit code -9")],
+    evals={"eval/held-out/avg": EvalMetric(0, 0.58), "eval/held-out/seconds": EvalMetric(0, 9.0)},
+    waits=WAITS,
+    dropped="37 × filtered: zero_advantage",
+)
 METRICS = [
     {"step": step, "name": name, "value": value + step / 100}
     for step in range(3)
@@ -40,20 +44,25 @@ METRICS = [
 ]
 
 
+def make_state(path: Path, **changes: object) -> OrchestratorState:
+    """Return the state of this process as the orchestrator of the run at `path`."""
+    changes = {"run": str(path), "time": time.time(), "pid": os.getpid(), **changes}
+    return msgspec.structs.replace(STATE, **changes)
+
+
 @contextlib.contextmanager
 def serve_status(path: Path, **changes: object) -> Iterator[str]:
     """Serve the status of a run at `path`, and write its run.json; yield the address."""
-    status = {**STATUS, "run": str(path), **changes}
-    replies = {"/status": status, "/why": WAITS, "/dropped": DROPS, "/metrics": METRICS}
+    state = make_state(path, **changes)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             url = urlsplit(self.path)
-            reply = replies.get(url.path)
+            reply: object = state if url.path == "/status" else None
             if url.path == "/metrics":
                 pattern = parse_qs(url.query)["name"][0]
                 reply = [row for row in METRICS if fnmatch.fnmatchcase(row["name"], pattern)]
-            body = json.dumps(reply).encode()
+            body = msgspec.json.encode(reply)
             self.send_response(200 if reply is not None else 404)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -66,7 +75,7 @@ def serve_status(path: Path, **changes: object) -> Iterator[str]:
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"
     path.mkdir(parents=True, exist_ok=True)
-    (path / "run.json").write_text(json.dumps({"name": path.name, "status": address, "processes": {}}))
+    SupervisorState.begin(path, address).write(path)
     try:
         yield address
     finally:

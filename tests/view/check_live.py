@@ -11,7 +11,7 @@ from pathlib import Path
 from ramify.run.store import RunStore
 from ramify.run.store.run_log import RunLog
 from tests.support.sample_runs import write_rl_run
-from tests.support.status import serve_status
+from tests.support.status import make_state, serve_status
 from tests.view.browser import check_accessibility, open_page, open_view, save_screenshots
 
 CONFIG = """
@@ -63,6 +63,7 @@ def test_numbers_move_without_a_reload_and_nothing_shifts(browser, tmp_path):
     with RunStore.open(path) as store, open_view(browser, tmp_path) as page:
         log = RunLog(store)
         page.evaluate("window.isSame = true")
+        make_state(path).write(path)
         with serve_status(path, step=3):
             page.wait_for_selector(".pill-running")
             page.get_by_role("link", name="run", exact=True).click()

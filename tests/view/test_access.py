@@ -1,22 +1,22 @@
 """Who may read the page, and which addresses the page asks."""
 
 import asyncio
-import json
 import platform
 import socket
 import time
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from ramify.orchestrate.snapshot import SNAPSHOT_FILE, write_snapshot
+from ramify.run.state import OrchestratorState
 from ramify.run.store import RunStore
 from ramify.view.queries import RunQueries
 from ramify.view.server import build_app
 from ramify.view.serving import serve_page
 from tests.support.sample_runs import write_rl_run
-from tests.support.status import STATUS, WAITS, serve_status
+from tests.support.status import WAITS, make_state, serve_status
 
 DEADLINE = 20.0  # seconds
 
@@ -63,33 +63,30 @@ def test_two_pages_of_one_host_keep_their_tokens_apart(tmp_path):
         assert client.get("/api/runs").status_code == 200
 
 
-def write_remote_snapshot(path, *, age):
-    """Write the snapshot of an orchestrator on another machine."""
-    write_snapshot(path, {**STATUS, "run": str(path)}, WAITS)
-    snapshot = json.loads((path / SNAPSHOT_FILE).read_text())
-    changes = {"host": f"not-{platform.node()}", "time": time.time() - age}
-    (path / SNAPSHOT_FILE).write_text(json.dumps({**snapshot, **changes}))
+def write_remote_state(path, *, age):
+    """Write the state of an orchestrator on another machine."""
+    make_state(path, host=f"not-{platform.node()}", time=time.time() - age).write(path)
 
 
 def test_a_run_of_another_machine_is_shown_from_its_files_only(tmp_path):
     path = write_rl_run(tmp_path / "run")
-    write_remote_snapshot(path, age=5.0)
+    write_remote_state(path, age=5.0)
     with serve_status(path, step=11):  # an address in the run directory, which somebody else may have written
         run = RunQueries(tmp_path).get_run("run")
-    assert (run["state"], run["step"], run["wait_list"]) == ("running", 7, WAITS)
+    assert (run["state"], run["step"], run["wait_list"]) == ("running", 7, msgspec.to_builtins(WAITS))
     assert run["age"] == pytest.approx(5.0, abs=3.0)
 
 
 @pytest.mark.parametrize("age", [-3600.0, 3600.0])
-def test_a_snapshot_of_another_time_does_not_make_a_run_live(tmp_path, age):
+def test_a_state_of_another_time_does_not_make_a_run_live(tmp_path, age):
     path = write_rl_run(tmp_path / "run")
-    write_remote_snapshot(path, age=age)
+    write_remote_state(path, age=age)
     assert RunQueries(tmp_path).get_run("run")["state"] == "finished"
 
 
 @pytest.mark.parametrize("text", ["[]", '{"status": 1}', '{"time": "x", "host": 1, "pid": 1, "status": 1, "waits": 1}'])
-def test_a_damaged_snapshot_is_ignored(tmp_path, text):
+def test_a_damaged_state_is_ignored(tmp_path, text):
     path = write_rl_run(tmp_path / "run")
-    (path / SNAPSHOT_FILE).write_text(text)
+    (path / OrchestratorState.FILE).write_text(text)
     with RunStore.open(path):
-        assert [run["state"] for run in RunQueries(tmp_path).list_runs()] == ["unresponsive"]
+        assert [run["state"] for run in RunQueries(tmp_path).list_runs()] == ["starting"]

@@ -11,7 +11,7 @@ from ramify.cli.app import main
 from ramify.core.errors import ConfigInvalid
 from ramify.run.store import Ledger, RunStore
 from ramify.trace import Message, ToolCall
-from ramify.view import run_state
+from ramify.view import run_summary
 from ramify.view.queries import MAX_NODES, RunQueries
 from ramify.view.rollout_filter import RolloutFilter
 from ramify.view.rollout_index import RolloutIndex
@@ -120,7 +120,7 @@ def test_a_row_has_the_rewards_and_metrics_of_the_taskset(queries):
 async def test_a_run_is_summarized_again_only_after_it_changed(tmp_path, monkeypatch):
     write_eval_run(tmp_path / "other")
     path = write_rl_run(tmp_path / "run")
-    summarized, summarize = [], run_state.summarize_run
+    summarized, summarize = [], run_summary.summarize_run
     monkeypatch.setattr(
         "ramify.view.queries.summarize_run", lambda name, path: summarized.append(name) or summarize(name, path)
     )
@@ -131,7 +131,7 @@ async def test_a_run_is_summarized_again_only_after_it_changed(tmp_path, monkeyp
     with RunStore.open(path) as store:
         trace = make_trace("late", 0, [50, 2], 0.25)
         await store.add_rollout(make_record("late", "9", 0, "reverse", [trace]), [trace])
-        assert {run["name"]: run["state"] for run in queries.list_runs()} == {"run": "unresponsive", "other": "ended"}
+        assert {run["name"]: run["state"] for run in queries.list_runs()} == {"run": "starting", "other": "ended"}
     [run] = [run for run in queries.list_runs() if run["name"] == "run"]
     assert (run["state"], run["rollouts"]) == ("finished", 13)
     assert summarized[2:] == ["run", "run"]
@@ -406,7 +406,7 @@ def test_a_live_run_is_asked_what_it_waits_for(tmp_path):
     with RunStore.open(path), serve_status(path, step=7):
         run = RunQueries(tmp_path).get_run("run")
     assert (run["state"], run["step"]) == ("running", 7)
-    assert run["wait_list"] == WAITS
+    assert run["wait_list"] == msgspec.to_builtins(WAITS)
     assert run["flow"] == {"trained": 3, "dropped": 1}
 
 

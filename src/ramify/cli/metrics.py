@@ -15,7 +15,7 @@ from ramify.core.console import make_console
 from ramify.core.errors import ConfigInvalid
 from ramify.launch.dashboard import render_sparkline
 from ramify.launch.monitor.plot import plot_metrics
-from ramify.launch.run_queries import read_metrics
+from ramify.run.reader import read_metrics
 from ramify.run.store.run_log import MetricPoint
 
 CURVE_WIDTH = 24  # characters

@@ -64,8 +64,8 @@ def _run_in_process(config: RunConfig, *, accept: bool) -> int:
     from ramify.launch.completion import format_finished, mark_finished, prepare_run_directory
     from ramify.launch.head import prepare_head, read_local_state
     from ramify.launch.monitor import build_samples, open_monitor_sinks
-    from ramify.launch.run_record import RunRecord, read_record
     from ramify.orchestrate.orchestrator import Orchestrator
+    from ramify.run.state import SupervisorState
     from ramify.run.store.image_store import MEDIA_DIR, ImageStore
 
     images = ImageStore(config.path / MEDIA_DIR)
@@ -81,8 +81,9 @@ def _run_in_process(config: RunConfig, *, accept: bool) -> int:
 
     def record_status_address(url: str) -> None:
         """Record the status address, unless a supervisor has recorded it."""
-        if read_record(config.path).get("status") != url:
-            RunRecord(config.path, url).write([])
+        recorded = SupervisorState.read(config.path)
+        if recorded is None or recorded.status != url:
+            SupervisorState.begin(config.path, url).write(config.path)
 
     if config.shared_path is not None and read_local_state(config.path) is None:  # a supervisor has done this before
         prepare_head(config, accept_changes=accept or None)

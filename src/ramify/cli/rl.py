@@ -21,10 +21,12 @@ from ramify.launch.plan import format_plan, plan_run, write_plan
 from ramify.launch.preflight import check_start
 from ramify.launch.published_weights import find_newest_weights
 from ramify.launch.requirements import list_planned_nodes
-from ramify.launch.run_queries import describe_evals
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.cluster_config import find_unused_keys
 from ramify.orchestrate.config import RunConfig
+from ramify.rollout.evals.stats import format_score
+from ramify.run.store import RunStore
+from ramify.run.store.run_log import MetricPoint, RunLog
 from ramify.train.weights_directory import get_weights_directory
 
 
@@ -132,7 +134,7 @@ def _train(call: ConfigCall[RunConfig]) -> int:
                 print(line)
         case RunOutcome.FINISHED:
             with contextlib.suppress(RamifyError):  # the run is finished, whether or not its store can be read now
-                for line in describe_evals(result.path):
+                for line in _describe_evals(result.path):
                     print(line)
             print(f"finished: {format_finished(result.steps, config)} in {result.path}")
             for line in _list_next_commands(config, result.path):
@@ -142,6 +144,20 @@ def _train(call: ConfigCall[RunConfig]) -> int:
         case RunOutcome.INTERRUPTED:
             print(f"interrupted; {describe_resume(result.path, resume_command)}", file=sys.stderr)
     return result.outcome.value
+
+
+def _describe_evals(path: Path) -> list[str]:
+    """Return, for each eval of a run that does not run now, a line with its first and its last mean reward."""
+    with RunStore.open(path, write=False) as store:
+        points = RunLog(store).metrics("eval/*/avg")
+    points_by_name: dict[str, list[MetricPoint]] = {}
+    for point in points:
+        points_by_name.setdefault(point.name.removesuffix("/avg"), []).append(point)
+    lines: list[str] = []
+    for name, (first, *others) in points_by_name.items():
+        changes = [f" -> {format_score(others[-1].value)} at step {others[-1].step}"] if others else []
+        lines.append("".join([f"{name}: {format_score(first.value)} at step {first.step}", *changes]))
+    return lines
 
 
 def _list_next_commands(config: RunConfig, path: Path) -> list[str]:

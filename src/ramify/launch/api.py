@@ -13,8 +13,8 @@ from ramify.launch.plan import build_plan
 from ramify.launch.plan_notes import list_start_notes
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.run_checks import check_run
-from ramify.launch.run_lock import lock_run
 from ramify.orchestrate.config import RunConfig
+from ramify.run.lock import lock_run
 
 if TYPE_CHECKING:
     from ramify.launch.dashboard import RunDisplay

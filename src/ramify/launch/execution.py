@@ -15,27 +15,25 @@ from ramify.core.interactive import AwaitableResult, call_interruptible, run_cor
 from ramify.core.watchdog import WATCHDOG, watch_storage
 from ramify.launch.capacity import find_long_path_warning
 from ramify.launch.completion import mark_finished, prepare_run_directory, replicate_run
-from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay, RunState
+from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay
 from ramify.launch.disk import estimate_disk
 from ramify.launch.head import prepare_head
 from ramify.launch.head_leases import hold_leases
-from ramify.launch.last_state import read_startup_wait
 from ramify.launch.launcher import Launcher
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.process import EarlierProcess
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
-from ramify.launch.run_lock import lock_run
-from ramify.launch.run_queries import INTERRUPTED_EVENT
-from ramify.launch.run_record import RunRecord
 from ramify.launch.service_addresses import ServiceAddresses
-from ramify.launch.status_client import StatusClient
-from ramify.launch.supervisor import ProcessStatus, RunOutcome, Supervisor
-from ramify.orchestrate.snapshot import SNAPSHOT_FILE, read_snapshot
+from ramify.launch.supervisor import RunOutcome, Supervisor
+from ramify.run.lock import lock_run
+from ramify.run.reader import INTERRUPTED_EVENT, ask_orchestrator
+from ramify.run.state import OrchestratorState, ProcessStatus, RunState, SupervisorState
 from ramify.run.store import RunStore, storage_call
 from ramify.run.store.index import DATABASE_NAME
 from ramify.run.store.run_log import RunLog, read_metrics_by_step
 
+ANSWER_TIMEOUT = 2.0  # seconds for the orchestrator to answer the display
 CLEANUP_TIMEOUT = 60.0  # seconds for an interrupted supervisor to stop its processes, after the grace period
 
 
@@ -126,13 +124,14 @@ async def _supervise(
     earlier_processes: Mapping[str, EarlierProcess],
 ) -> RunOutcome:
     launch, path = plan.config.launch, plan.config.path
-    earlier_snapshot = await call_storage(partial(read_snapshot, path), SNAPSHOT_FILE)
-    earlier_time = None if earlier_snapshot is None else earlier_snapshot.time
-    record = RunRecord(path, plan.status_address, earlier_snapshot_time=earlier_time)
+    state_file = path / OrchestratorState.FILE  # of an earlier start
+    await call_storage(partial(state_file.unlink, missing_ok=True), OrchestratorState.FILE)
+    own_state = SupervisorState.begin(path, plan.status_address)
     addresses = ServiceAddresses(path, plan.process_specs)
 
     def record_statuses(statuses: Sequence[ProcessStatus]) -> None:
-        record.write(statuses)
+        with storage_call(path / SupervisorState.FILE):
+            own_state.with_processes(statuses).write(path)
         addresses.update(statuses)
 
     with _tee_to_log(path / "logs" / "launch.log", display.print_line) as print_line:
@@ -153,18 +152,23 @@ async def _supervise(
         memory_warning = find_long_path_warning(plan.config, plan.placement.nodes) if plan.model is not None else None
         for warning in filter(None, [disk and disk.find_warning(), memory_warning]):
             print_line(f"warning: {warning}")
-        client = StatusClient(plan.status_address, timeout=2.0)
 
         async def get_state() -> RunState:
-            try:
-                status = await client.get_async()
-            except ProviderError:
-                status = None
-            wait = await read_startup_wait(path, earlier_snapshot) if status is None else ""
-            return RunState(status, supervisor.get_process_statuses(), wait)
+            read = partial(_read_orchestrator, path, plan.status_address)
+            orchestrator = await call_storage(read, OrchestratorState.FILE)
+            return RunState(own_state.with_processes(supervisor.get_process_statuses()), orchestrator)
 
         async with open_display(display, get_state, REFRESH_INTERVAL):
             return await supervisor.run()
+
+
+def _read_orchestrator(path: Path, address: str) -> OrchestratorState | None:
+    """Return the orchestrator's part of the state; while it does not answer, only if it is starting."""
+    try:
+        return ask_orchestrator(address, timeout=ANSWER_TIMEOUT)
+    except ProviderError:
+        state = OrchestratorState.read(path)
+        return state if state is not None and state.is_starting else None
 
 
 @contextlib.contextmanager

@@ -21,12 +21,13 @@ from ramify.core.watchdog import watch_storage
 from ramify.launch.head import check_newest_head
 from ramify.launch.launcher import Launcher, ProcessSpec
 from ramify.launch.process import EarlierProcess
-from ramify.launch.run_record import read_earlier_processes, read_record
 from ramify.run.fencing.token import FencingToken
+from ramify.run.state import ProcessState, SupervisorState
 from ramify.run.store import storage_call
 from ramify.run.store.head_replication import POLL_INTERVAL
 
 LEASES_DIR = "leases"  # in the shared directory
+EXITED_STATES = (ProcessState.WAITING, ProcessState.ENDED)  # of processes that do not run
 
 
 @contextlib.contextmanager
@@ -55,12 +56,26 @@ def hold_leases(
     try:
         yield {**earlier_heads, **earlier}
     finally:
-        is_recorded = read_record(run).get("pid") == os.getpid()
+        state = SupervisorState.read(run)
+        is_recorded = state is not None and state.pid == os.getpid()
         if is_recorded and not any(process.replacement_delay for process in read_earlier_processes(run).values()):
             try:
                 _remove_leases(directory, epoch)
             except OSError as error:  # the next head waits, which does no harm
                 print_line(f"the leases of this head were not removed: {error}")
+
+
+def read_earlier_processes(run: Path) -> dict[str, EarlierProcess]:
+    """Return the processes with a token that the last supervisor of a run has started, by name."""
+    state = SupervisorState.read(run)
+    rows = state.processes if state is not None else {}
+    return {
+        name: EarlierProcess(
+            FencingToken.parse(row.token), None if row.state in EXITED_STATES else row.replacement_delay
+        )
+        for name, row in rows.items()
+        if row.token
+    }
 
 
 def _record_leases(directory: Path, epoch: int, delays: Mapping[str, float]) -> dict[str, EarlierProcess]:

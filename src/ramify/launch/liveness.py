@@ -8,9 +8,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-import psutil
-
-from ramify.launch.process import ProcessState, SupervisedProcess, is_responding
+from ramify.launch.process import SupervisedProcess, is_responding
+from ramify.run.state import ProcessState
 
 # Unanswered requests after which a process counts as silent. More than one, because a supervisor that was stopped
 # itself finds an old request unanswered when it is continued.
@@ -61,14 +60,3 @@ async def watch_reachability(
         if process.state is not state and process.state is not ProcessState.ENDED:
             process.set_state(state)
             await on_change()
-
-
-def get_process_state(pid: int) -> str:
-    """Return the state of a process: `stopped`, `running` or `gone`."""
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return "gone"
-    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return "stopped"
-    return "gone" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else "running"

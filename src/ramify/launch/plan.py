@@ -19,7 +19,6 @@ from ramify.core.names import format_count
 from ramify.env.chat_client import get_model_variable
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
 from ramify.launch.capacity import choose_moments, find_long_path_warning, place_run
-from ramify.launch.last_state import describe_last_state
 from ramify.launch.launcher import ClusterNode, Placement, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
 from ramify.launch.memory import ModelSize
@@ -34,6 +33,7 @@ from ramify.launch.process_configs import (
 )
 from ramify.launch.published_weights import link_newest_weights
 from ramify.launch.requirements import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
+from ramify.launch.status_line import describe_last_state
 from ramify.launch.weight_transport import choose_transport, describe_weights, is_beside_trainer
 from ramify.orchestrate.address_book import INFERENCE_KEY, MODEL_PREFIX
 from ramify.orchestrate.cluster_config import ClusterConfig

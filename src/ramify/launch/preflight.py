@@ -9,11 +9,11 @@ from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound, Rami
 from ramify.launch.completion import check_environments
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
 from ramify.launch.run_checks import find_run_problems
-from ramify.launch.run_lock import lock_run
 from ramify.model.render import load_renderer
 from ramify.model.resolve import is_hub_id, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.wire.address import check_bind_address
+from ramify.run.lock import lock_run
 from ramify.run.store import RunStore
 from ramify.run.store.run_directory import check_identity
 from ramify.run.store.run_store import DATABASE_NAME

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 
 from ramify.core.async_calls import call_storage, cancel_all
@@ -26,19 +25,10 @@ from ramify.processes.log import ProcessLog
 from ramify.processes.wire.address import is_listening
 from ramify.run.fencing.lease import RoleLeases, read_lease_clock
 from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
+from ramify.run.state import ProcessState
 
 POLL_INTERVAL = 0.1  # seconds between readiness probes
 RESPONSE_TIMEOUT = 2.0  # seconds for the reply to one probe
-
-
-class ProcessState(Enum):
-    """The state of a process."""
-
-    WAITING = "waiting"  # for its first start, or its next one
-    STARTING = "starting"
-    READY = "ready"
-    SILENT = "silent"  # it no longer answers
-    ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ramify.launch.launcher import ProcessSpec
-from ramify.launch.supervisor import ALIVE_STATES, ProcessStatus
+from ramify.launch.supervisor import ALIVE_STATES
 from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, write_addresses
+from ramify.run.state import ProcessStatus
 from ramify.run.store import storage_call
 
 

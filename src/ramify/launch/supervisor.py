@@ -23,18 +23,22 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from ramify.core.async_calls import call_storage, cancel_all
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError
 from ramify.core.watchdog import WATCHDOG
 from ramify.launch.launcher import Launcher, ProcessRole, ProcessSpec
-from ramify.launch.liveness import get_process_state, wait_for_silence, watch_reachability
+from ramify.launch.liveness import wait_for_silence, watch_reachability
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import EarlierProcess, ProcessState, SupervisedProcess
+from ramify.launch.process import EarlierProcess, SupervisedProcess
 from ramify.orchestrate.config import EXIT_RESUMABLE
 from ramify.processes.exit_codes import describe_exit, is_signal_exit
 from ramify.processes.restart_budget import FIRST_DELAY, RESTART_WINDOW, RestartBudget
 from ramify.run.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
 from ramify.run.fencing.token import FencingToken
+from ramify.run.reader import get_process_state
+from ramify.run.state import ProcessState, ProcessStatus
 
 MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
 ALIVE_STATES = (ProcessState.STARTING, ProcessState.READY, ProcessState.SILENT)
@@ -46,26 +50,6 @@ class RunOutcome(Enum):
     FINISHED = 0
     STOPPED = EXIT_RESUMABLE
     INTERRUPTED = 130
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessStatus:
-    """The current status of a process."""
-
-    name: str
-    state: ProcessState
-    pid: int
-    restarts: int
-    seconds: float
-    """Seconds since its last start or change of state."""
-    address: str = ""
-    log: str = ""
-    node: str = ""
-    """Names of the nodes that its ranks run on; empty on the head."""
-    token: str = ""
-    """Its fencing token; empty for the orchestrator."""
-    replacement_delay: float | None = None
-    """Seconds after which it is dead for certain if its node cannot be reached; None: it ends with its supervisor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,27 +404,25 @@ class Supervisor:
                 on_change(statuses)
 
     def _build_status(self, spec: ProcessSpec, process: SupervisedProcess | None, now: float) -> ProcessStatus:
-        restarts = self._budgets[spec.name].num_restarts
-        if process is None:
-            earlier = self._earlier_processes.get(spec.name)
-            token = str(earlier.token) if earlier is not None else ""
-            delay = earlier.replacement_delay if earlier is not None else None
-            state = ProcessState.WAITING if delay is None else ProcessState.SILENT
-            return ProcessStatus(spec.name, state, 0, restarts, 0.0, spec.address, str(spec.log), "", token, delay)
-        state, seconds = process.state, now - process.state_since
-        pid = process.pid if state in ALIVE_STATES else 0
-        return ProcessStatus(
-            spec.name,
-            state,
-            pid,
-            restarts,
-            seconds,
-            process.address,
-            str(spec.log),
-            process.node,
-            process.token,
-            process.replacement_delay,
+        status = ProcessStatus(
+            spec.name, ProcessState.WAITING, 0, self._budgets[spec.name].num_restarts, 0.0, spec.address, str(spec.log)
         )
+        if process is not None:
+            return msgspec.structs.replace(
+                status,
+                state=process.state,
+                pid=process.pid if process.state in ALIVE_STATES else 0,
+                seconds=round(now - process.state_since, 1),
+                address=process.address,
+                node=process.node,
+                token=process.token,
+                replacement_delay=process.replacement_delay,
+            )
+        if (earlier := self._earlier_processes.get(spec.name)) is None:
+            return status
+        delay = earlier.replacement_delay
+        state = ProcessState.WAITING if delay is None else ProcessState.SILENT
+        return msgspec.structs.replace(status, state=state, token=str(earlier.token), replacement_delay=delay)
 
     @contextlib.contextmanager
     def _install_signal_handlers(self) -> Generator[None]:

@@ -1,4 +1,4 @@
-"""Background tasks of an orchestrator: evals, reports, adaptive concurrency, snapshots, watchdogs.
+"""Background tasks of an orchestrator: evals, reports, adaptive concurrency, the written state, watchdogs.
 
 Each is one asyncio task that runs until it is cancelled. An unhandled failure ends the run with that failure.
 """
@@ -15,18 +15,16 @@ from ramify.core.async_calls import call_storage
 from ramify.core.errors import EnvironmentFault, Failure, RunStalled
 from ramify.orchestrate.patience import has_trainable_group
 from ramify.orchestrate.run_context import RunContext
-from ramify.orchestrate.snapshot import SNAPSHOT_FILE, encode_snapshot, save_snapshot
-from ramify.orchestrate.status import build_status, list_waits
+from ramify.orchestrate.status import build_state, list_waits
 from ramify.orchestrate.utilization import UtilizationMeter
 from ramify.rollout.evals.stats import format_score
-from ramify.run.store.group_state import GroupState
-from ramify.run.store.ledger import BatchRecord, Ledger
+from ramify.run.state import OrchestratorState
+from ramify.run.store.ledger import BatchRecord
 from ramify.run.store.summary import get_agent_failure, get_error_before_reply
 from ramify.trace import Trace
 
 POLL_INTERVAL = 1.0  # seconds between checks of engine load and of progress
-SNAPSHOT_INTERVAL = 2.0  # seconds between snapshots
-MAX_DESCRIBED_DROPS = 1000  # dropped groups that a snapshot describes: reading all of a long run takes a second
+STATE_INTERVAL = 2.0  # seconds between two writes of the state
 
 ShowSamples = Callable[[int, Mapping[str, list[tuple[Trace, float | None]]]], None]
 
@@ -83,7 +81,7 @@ async def watch_for_stalls(run: RunContext) -> None:
         if run.evaluator.started_at:
             run.progress.last_progress_time = max(run.progress.last_progress_time, *run.evaluator.started_at.values())
         if (idle := time.monotonic() - run.progress.last_progress_time) > timeout:
-            waits = [f"  {wait['who']} waits for {wait['waits_for']} ({wait['detail']})" for wait in list_waits(run)]
+            waits = [f"  {wait.who} waits for {wait.waits_for} ({wait.detail})" for wait in list_waits(run)]
             message = f"no progress for {idle:.0f} s (orchestrator.stall_timeout = {timeout:g})"
             report = "\n".join([message, *waits, f"  dropped groups: {run.ledger.describe_drops() or 'none'}"])
             with contextlib.suppress(OSError):  # a full disk must not hide the stall
@@ -91,20 +89,12 @@ async def watch_for_stalls(run: RunContext) -> None:
             raise RunStalled(report)
 
 
-async def write_snapshots(run: RunContext) -> None:
-    """Write a snapshot of the run every SNAPSHOT_INTERVAL seconds, for when this process does not answer."""
+async def write_states(run: RunContext) -> None:
+    """Write the state of the run every STATE_INTERVAL seconds, for when this process does not answer."""
     while True:
-        status = build_status(run)
-        drops = describe_recent_drops(run.ledger, status["groups"].get(GroupState.DROPPED.value, 0))
-        save = partial(save_snapshot, run.config.path, encode_snapshot(status, list_waits(run), drops))
-        await call_storage(save, SNAPSHOT_FILE)
-        await asyncio.sleep(SNAPSHOT_INTERVAL)
-
-
-def describe_recent_drops(ledger: Ledger, total: int, limit: int = MAX_DESCRIBED_DROPS) -> str:
-    """Describe why groups were dropped; of more than `limit` groups, only the last are read."""
-    reasons = ledger.describe_drops(limit=limit)
-    return f"{reasons} (the last {limit} of {total})" if total > limit else reasons
+        with contextlib.suppress(OSError):  # a full disk is reported by the store, not here
+            await call_storage(partial(build_state(run).write, run.config.path), OrchestratorState.FILE)
+        await asyncio.sleep(STATE_INTERVAL)
 
 
 async def watch_patience(run: RunContext) -> None:

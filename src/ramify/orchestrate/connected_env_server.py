@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 from collections.abc import Generator
-from typing import Any
 
 from ramify.core.errors import RamifyError
 from ramify.processes.wire import WireSettings
 from ramify.processes.wire.message import ServerState
 from ramify.rollout.envserver.client import EnvClient
 from ramify.rollout.envserver.messages import AddressUpdate
+from ramify.run.state import EnvServerStatus
 
 CONNECT_TIMEOUT = 10.0  # seconds for one try to connect
 
@@ -75,7 +75,6 @@ class ConnectedEnvServer:
             if self.is_drained:
                 self.check_now.set()
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> EnvServerStatus:
         """Return address, state and counters."""
-        counts = {"in_flight": self.num_in_flight, "done": self.num_done, "lost": self.num_lost}
-        return {"address": self.address, "state": self.state.value, **counts}
+        return EnvServerStatus(self.address, self.state.value, self.num_in_flight, self.num_done, self.num_lost)

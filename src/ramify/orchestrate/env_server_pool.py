@@ -22,6 +22,7 @@ from ramify.processes.wire.lifecycle import AsyncService
 from ramify.processes.wire.message import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
 from ramify.rollout.envserver.client import CONTROL_TIMEOUT, EnvClient, RolloutResult
 from ramify.rollout.envserver.messages import AddressUpdate, EnvServerInfo, GroupScores, TaskPage
+from ramify.run.state import EnvServerStatus
 from ramify.trace import Trace
 
 CHECK_INTERVAL = 1.0  # seconds between two checks of any other server
@@ -122,7 +123,7 @@ class EnvServerPool(AsyncService):
         server = self._servers_by_rollout.get(rollout_id)
         return None if server is None else server.address
 
-    def describe(self) -> list[dict[str, Any]]:
+    def describe(self) -> list[EnvServerStatus]:
         """Return address, state and counters of each server."""
         return [server.describe() for server in self.servers]
 

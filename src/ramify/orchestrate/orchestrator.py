@@ -70,7 +70,7 @@ class Orchestrator:
                             "watchdog": background.watch_for_stalls(run),
                             "patience": background.watch_patience(run),
                             "warning": background.warn_without_signal(run),
-                            "snapshots": background.write_snapshots(run),
+                            "state": background.write_states(run),
                             "load": background.adapt_concurrency(run),
                             "utilization": background.record_utilization(run),
                             "batches": background.report_batches(run, self._on_samples),
@@ -101,9 +101,7 @@ class Orchestrator:
         await stack.enter_async_context(trainer_server)
         status_handlers: dict[str, StatusHandler] = {
             "/health": lambda _: {"ok": True},
-            "/status": lambda _: status.build_status(run),
-            "/why": lambda _: status.list_waits(run),
-            "/dropped": lambda _: run.ledger.describe_drops(),
+            "/status": lambda _: status.build_state(run),
             "/metrics": lambda request: status.query_metrics(run, request.query_params.get("name", "*")),
         }
         address, hosts = config.orchestrator.status_address, config.orchestrator.allowed_hosts

@@ -8,10 +8,12 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from ramify.core.errors import EnvironmentFault, Failure
 from ramify.rollout.evals.stats import safe_mean
+from ramify.run.state import EvalMetric, FailureEvent
 from ramify.run.store.ledger import GroupRecord
 from ramify.run.store.run_log import RunLog
 from ramify.trace import Trace
@@ -63,14 +65,14 @@ class RunProgress:
         self._recent_groups: deque[tuple[float, int, int]] = deque()  # monotonic time, rollouts and sampled tokens
         self._sampling_start = self.last_progress_time = clock()
         self._batch_times: deque[float] = deque(maxlen=2)  # monotonic times of the last two batches
-        self.recent_failures: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT_FAILURES)
+        self.recent_failures: deque[FailureEvent] = deque(maxlen=MAX_RECENT_FAILURES)
         self.failure_counts: Counter[str] = Counter()
         self._logged_faults: set[str] = set()
         self.fruitless_attempts: dict[str, tuple[int, Failure]] = {}
         self.reward_history = [metric.value for metric in run_log.metrics("reward/all/mean")]
         self._next_step = len(self.reward_history)  # the first step without a batch
         self._last_trainable_counts: tuple[int, int] | None = None
-        self.evals: dict[str, dict[str, float]] = {}
+        self.evals: dict[str, EvalMetric] = {}
         self.latest_metrics: dict[str, float] = {}
 
     @property
@@ -184,8 +186,8 @@ class RunProgress:
             if line not in self._logged_faults and len(self._logged_faults) < MAX_RECENT_FAILURES:
                 self._logged_faults.add(line)
                 print(line, flush=True)
-        event = {"time": time.time(), "where": origin, "name": failure.name, "message": failure.message}
+        event = FailureEvent(time.time(), origin, failure.name, failure.message)
         self.recent_failures.append(event)
-        self._run_log.log_event("failure", **event)
+        self._run_log.log_event("failure", **msgspec.structs.asdict(event))
         name = f"failures/{failure.name}"
         self._run_log.log_metrics(self._next_step, {name: float(self.failure_counts[failure.name])})

@@ -40,6 +40,7 @@ from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.rollout.envserver.messages import AddressUpdate
 from ramify.rollout.evals.stats import format_score
 from ramify.run.fencing.directory_store import DirectoryStore
+from ramify.run.state import EvalMetric
 from ramify.run.store import open_run
 from ramify.run.store.environments import (
     ACCEPT_CHANGES_KEY,
@@ -338,7 +339,7 @@ class RunContext:
             self.eval_queue.put_nowait((version.step, names))
 
     def _on_eval_done(self, step: int, values: dict[str, float]) -> None:
-        self.progress.evals |= {name: {"step": step, "value": value} for name, value in values.items()}
+        self.progress.evals |= {name: EvalMetric(step, value) for name, value in values.items()}
         self.progress.record_metrics(step, values)
         fields = [
             f"{name} {format_score(value)}" for name, value in values.items() if name.endswith(("/avg", "/exact"))

@@ -1,4 +1,4 @@
-"""Payloads of the status address: progress, pending waits and metrics of a run. Everything here only reads."""
+"""The orchestrator's part of the state of a run: progress, pending waits and metrics. Everything here only reads."""
 
 import math
 import time
@@ -8,24 +8,26 @@ from typing import Any
 from ramify.core.names import format_count
 from ramify.core.watchdog import WATCHDOG
 from ramify.orchestrate.run_context import RunContext
-from ramify.orchestrate.snapshot import OrchestratorState
 from ramify.processes.wire.message import ServerState
+from ramify.run.state import OrchestratorState, RunPhase, Wait
+from ramify.run.store.group_state import GroupState
+from ramify.run.store.ledger import Ledger
 
 MIN_STORAGE_WAIT = 5.0  # seconds after which a call on storage is listed as a wait
-REWARD_CURVE_POINTS = 40  # latest steps whose mean reward the status includes
+REWARD_CURVE_POINTS = 40  # latest steps whose mean reward the state includes
+MAX_SHOWN_FAILURES = 5
+MAX_DESCRIBED_DROPS = 1000  # dropped groups that the state describes: reading all of a long run takes a second
 
 
-def list_waits(run: RunContext) -> list[dict[str, Any]]:
+def list_waits(run: RunContext) -> list[Wait]:
     """Return what each component of the run waits for, since when, and with which timeout."""
-    now, waits = time.monotonic(), list[dict[str, Any]]()
+    now, waits = time.monotonic(), list[Wait]()
     idle, stall_timeout = now - run.progress.last_progress_time, run.config.orchestrator.stall_timeout
 
     def add_wait(
         who: str, what: str, detail: str, *, since: float = idle, timeout: float | None = stall_timeout
     ) -> None:
-        waits.append(
-            {"who": who, "waits_for": what, "since_s": round(since, 1), "deadline_s": timeout, "detail": detail}
-        )
+        waits.append(Wait(who, what, round(since, 1), timeout, detail))
 
     for call in WATCHDOG.list_calls(min_seconds=MIN_STORAGE_WAIT):
         advice, limit = "check the disk and the mounts", WATCHDOG.get_limit(call)
@@ -75,49 +77,54 @@ def list_waits(run: RunContext) -> list[dict[str, Any]]:
     return waits
 
 
-def build_status(run: RunContext) -> dict[str, Any]:
-    """Return the progress of the run, as `/status` and `status.json` have it."""
+def build_state(run: RunContext) -> OrchestratorState:
+    """Return the state of this moment."""
     ledger_progress, progress, last = run.core.ledger_progress, run.progress, run.progress.latest_metrics
     rollouts, tokens = progress.get_throughput()
-    done, steps = ledger_progress.acknowledged, run.config.max_steps
-    elapsed = time.time() - run.started_at
+    done, steps, groups = ledger_progress.acknowledged, run.config.max_steps, run.ledger.count_by_state()
     steps_this_process = done - run.first_step
-    eta = elapsed / steps_this_process * (steps - done) if steps_this_process > 0 else None
+    seconds_per_step = (time.time() - run.started_at) / steps_this_process if steps_this_process > 0 else None
     version = run.weight_updater.served_version
-    return {
-        "run": str(run.config.path),
-        "step": done,
-        "max_steps": steps,
-        "committed": ledger_progress.committed,
-        "incarnation": ledger_progress.incarnation,
-        "state": get_orchestrator_state(run),
-        "eta_s": eta,
-        "reward": progress.mean_reward,
-        "is_teacher_reward": all(source.sampler_model is not None for source in run.config.train),
-        "reward_history": progress.reward_history[-REWARD_CURVE_POINTS:],
-        "rollouts_per_s": rollouts,
-        "tokens_per_s": tokens,
-        "staleness": {"mean": last.get("staleness/mean"), "max": last.get("staleness/max")},
-        "trainable": list(progress.trainable_counts),
-        "groups": run.ledger.count_by_state(),
-        "processes": {wait["who"]: f"waits for {wait['waits_for']}" for wait in list_waits(run)},
-        "errors": list(progress.recent_failures)[-5:],
-        "failures": dict(progress.failure_counts),
-        "evals": progress.evals,
-        "env_servers": {name: source.servers.describe() for name, source in run.sources.items()},
-        "version": None if version is None else str(version),
-    }
+    return OrchestratorState(
+        run=str(run.config.path),
+        step=done,
+        max_steps=steps,
+        state=get_phase(run),
+        committed=ledger_progress.committed,
+        incarnation=ledger_progress.incarnation,
+        version=None if version is None else str(version),
+        eta_s=None if seconds_per_step is None else seconds_per_step * (steps - done),
+        reward=progress.mean_reward,
+        is_teacher_reward=all(source.sampler_model is not None for source in run.config.train),
+        reward_history=[*progress.reward_history[-REWARD_CURVE_POINTS:]],
+        rollouts_per_s=rollouts,
+        tokens_per_s=tokens,
+        staleness={name: last.get(f"staleness/{name}") for name in ("mean", "max")},
+        trainable=progress.trainable_counts,
+        groups=groups,
+        errors=list(progress.recent_failures)[-MAX_SHOWN_FAILURES:],
+        failures=dict(progress.failure_counts),
+        evals=dict(progress.evals),
+        env_servers={name: source.servers.describe() for name, source in run.sources.items()},
+        waits=list_waits(run),
+        dropped=describe_recent_drops(run.ledger, groups.get(GroupState.DROPPED.value, 0)),
+    )
 
 
-def get_orchestrator_state(run: RunContext) -> OrchestratorState:
+def describe_recent_drops(ledger: Ledger, total: int, limit: int = MAX_DESCRIBED_DROPS) -> str:
+    """Describe why groups were dropped; of more than `limit` groups, only the last are read."""
+    reasons = ledger.describe_drops(limit=limit)
+    return f"{reasons} (the last {limit} of {total})" if total > limit else reasons
+
+
+def get_phase(run: RunContext) -> RunPhase:
     """Return what the orchestrator does. After the last step it is EVALUATING until the evals of that step end."""
     if run.stop_requested.is_set():
-        return OrchestratorState.LEAVING
+        return RunPhase.LEAVING
     if not run.trainer_service.is_finished:
-        return OrchestratorState.RUNNING
+        return RunPhase.RUNNING
     due_sources = run.evaluator.get_due_sources(run.core.ledger_progress.committed, is_last=True)
-    has_evals = bool(run.evaluator.started_at or due_sources)
-    return OrchestratorState.EVALUATING if has_evals else OrchestratorState.FINISHED
+    return RunPhase.EVALUATING if run.evaluator.started_at or due_sources else RunPhase.FINISHED
 
 
 def query_metrics(run: RunContext, pattern: str) -> list[dict[str, Any]]:

@@ -4,15 +4,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from ramify.processes.wire.browser_guard import BrowserGuard
 from ramify.processes.wire.http_server import HttpServer
 
 StatusHandler = Callable[[Request], Any]
+
+
+def _respond(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def build_status_server(
@@ -25,13 +30,13 @@ def build_status_server(
 
     def make_route(path: str, handle: StatusHandler) -> Route:
         async def handler(request: Request) -> Response:
-            return JSONResponse(handle(request))
+            return _respond(handle(request))
 
         return Route(path, handler, methods=["GET"])
 
     async def handle_stop(_: Request) -> Response:
         on_stop()
-        return JSONResponse({"stopping": True})
+        return _respond({"stopping": True})
 
     routes = [make_route(path, handle) for path, handle in handlers.items()]
     app = Starlette(routes=[*routes, Route("/stop", handle_stop, methods=["POST"])])

@@ -28,7 +28,7 @@ from ramify.view.rollout_reader import (
     read_rollout,
 )
 from ramify.view.rollout_view import describe_rollout, format_markdown, read_message_text
-from ramify.view.run_state import (
+from ramify.view.run_summary import (
     CACHEABLE_STATES,
     CONFIG_FILE,
     RunFolder,

@@ -26,7 +26,7 @@ from ramify.run.store.run_store import make_readonly_uri
 from ramify.run.store.run_writer import wrap_storage_errors
 from ramify.trace import Timing, Trace
 from ramify.view.rollout_filter import RolloutFilter, build_condition
-from ramify.view.run_state import open_last_commit
+from ramify.view.run_summary import open_last_commit
 
 INDEX_FILE = "view.sqlite"
 INDEX_VERSION = 1

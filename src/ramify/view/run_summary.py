@@ -1,20 +1,17 @@
 """The state of a run: asked at its status address while it runs on this machine, read from its files otherwise."""
 
-import platform
-import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
-from ramify.core.errors import ConfigInvalid, ProviderError, RamifyError, failure_classes
+from ramify.core.errors import ConfigInvalid, RamifyError, failure_classes
 from ramify.core.names import suggest
-from ramify.launch.run_queries import has_finished, query_status
-from ramify.launch.run_record import read_record
-from ramify.orchestrate.snapshot import SNAPSHOT_FILE, Snapshot, read_snapshot
+from ramify.run.reader import RunActivity, has_finished, observe_run
+from ramify.run.state import OrchestratorState, RunState, SupervisorState, Wait
 from ramify.run.store import Ledger, RunStore
 from ramify.run.store.index import DATABASE_NAME, TRACES_DIR
 from ramify.run.store.locks import find_writer
@@ -62,14 +59,13 @@ def is_run(path: Path) -> bool:
 
 
 RunKind = Literal["rl", "sft", "eval"]
-ActivityState = Literal["starting", "running", "unresponsive", "finished", "stopped", "ended", "planned", "damaged"]
+PageState = Literal["starting", "running", "unresponsive", "finished", "stopped", "ended", "planned", "damaged"]
 
-FRESH_SNAPSHOT = 60.0  # seconds between this machine's clock and the last snapshot of a run that runs on another one
 CURVE_POINTS = 60  # of the small curve in the list of runs
 CURVE_METRICS = ("reward/all/mean", "train/loss")  # the second is the small curve of a run without rewards
 STATUS_TIMEOUT = 3.0  # seconds
 INDEX_FILES = (DATABASE_NAME, f"{DATABASE_NAME}-wal", CONFIG_FILE)
-CHANGING_FILES = (*INDEX_FILES, SNAPSHOT_FILE)
+CHANGING_FILES = (*INDEX_FILES, OrchestratorState.FILE)
 # States that change only when a file of the run changes, so a summary can be cached by file times.
 CACHEABLE_STATES = ("finished", "stopped", "ended", "planned")
 MAX_EVENTS_READ = 2000  # last events whose failures are counted
@@ -77,22 +73,22 @@ MAX_EVENTS_SHOWN = 12
 MAX_DROP_REASONS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class RunActivity:
-    """Whether a run is running, and what its orchestrator answered, or wrote last.
+class ShownRun(NamedTuple):
+    """Whether a run is running, and what is known of it.
 
-    - `state`: `unresponsive` is a run whose orchestrator holds it but does not answer. `ended` is an eval or SFT run
+    - `page_state`: `unresponsive` is a run whose orchestrator does not answer. `ended` is an eval or SFT run
       that nothing writes: it does not record whether it is complete. `planned` has a configuration only.
-    - `status`, `waits`: the replies of `/status` and `/why`; empty without an orchestrator.
-    - `age`: seconds since they were true.
     - `problem`: why the files cannot be read.
     """
 
-    state: ActivityState
-    status: dict[str, Any] = field(default_factory=dict[str, Any])
-    waits: Sequence[dict[str, Any]] = ()
-    age: float = 0.0
+    page_state: PageState
+    state: RunState = RunState()
     problem: str = ""
+
+    @property
+    def waits(self) -> list[Wait]:
+        """What its components wait for; none without an orchestrator."""
+        return [] if self.state.orchestrator is None else self.state.orchestrator.waits
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -123,56 +119,31 @@ def open_last_commit(path: Path) -> RunStore:
     return RunStore.open(path, write=False, lock=False)
 
 
-def read_activity(path: Path, kind: RunKind) -> RunActivity:
-    """Return the activity of a run."""
+def observe_shown_run(path: Path, kind: RunKind) -> ShownRun:
+    """Return what the page shows of a run. A part of the state is shown only while the run is running."""
     if not (path / DATABASE_NAME).exists() and not (path / "traces").exists():
-        return RunActivity("planned")
-    is_held = find_writer(path / LOCK_NAME) is not None
-    snapshot = read_snapshot(path) if kind == "rl" else None
-    if snapshot is not None and not is_held and _is_running_elsewhere(snapshot):
-        return RunActivity(_get_snapshot_state(snapshot, "running"), snapshot.status, snapshot.waits, snapshot.age)
-    if kind == "rl" and is_held:
-        if (live := query_status(path, timeout=STATUS_TIMEOUT)) is not None:
-            client, status = live
-            try:
-                return RunActivity("running", status, client.get("/why"))
-            except ProviderError:  # it stopped between the two requests
-                return RunActivity("unresponsive", status)
-        if snapshot is None:
-            return RunActivity("unresponsive")
-        state = _get_snapshot_state(snapshot, "unresponsive")
-        return RunActivity(state, snapshot.status, snapshot.waits, snapshot.age)
+        return ShownRun("planned")
+    if kind == "rl":
+        observed = observe_run(path, ask_any_address=False, timeout=STATUS_TIMEOUT)
+        if observed.activity is not RunActivity.IDLE:
+            return ShownRun(observed.activity.value, observed.state)
     try:
         with open_last_commit(path) as store:
-            if is_held:
-                return RunActivity("running")
-            if kind != "rl":
-                return RunActivity("ended")
-            return RunActivity("finished" if has_finished(store) else "stopped")
+            if kind == "rl":
+                return ShownRun("finished" if has_finished(store) else "stopped")
+            return ShownRun("ended" if find_writer(path / LOCK_NAME) is None else "running")
     except RamifyError as error:
-        return RunActivity("damaged", problem=f"{error.name}: {error.message}")
-
-
-def _is_running_elsewhere(snapshot: Snapshot) -> bool:
-    """Return whether the snapshot is of a run on another machine that shares the folder.
-
-    The status address of such a run is not asked: anybody may have written the directory, and the address in it.
-    """
-    return snapshot.host != platform.node() and abs(time.time() - snapshot.time) < FRESH_SNAPSHOT
-
-
-def _get_snapshot_state(snapshot: Snapshot, default: ActivityState) -> ActivityState:
-    return "starting" if snapshot.is_starting else default
+        return ShownRun("damaged", problem=f"{error.name}: {error.message}")
 
 
 def summarize_run(name: str, path: Path) -> dict[str, Any]:
     """Return what the list of runs shows of one run; one that cannot be read does not hide the others."""
     config = read_config(path)
     try:
-        return _summarize(name, path, config, read_activity(path, get_kind(config)))
+        return _summarize(name, path, config, observe_shown_run(path, get_kind(config)))
     except (RamifyError, msgspec.MsgspecError) as error:
         problem = f"{type(error).__name__}: {error}"
-        return _summarize(name, path, config, RunActivity("damaged", problem=problem))
+        return _summarize(name, path, config, ShownRun("damaged", problem=problem))
 
 
 def read_change_key(path: Path) -> tuple[Any, ...]:
@@ -186,33 +157,34 @@ def read_change_key(path: Path) -> tuple[Any, ...]:
 def describe_run(name: str, path: Path) -> dict[str, Any]:
     """Return what the page of a run shows, besides metrics and rollouts."""
     config = read_config(path)
-    activity = read_activity(path, get_kind(config))
-    record = read_record(path)
+    shown = observe_shown_run(path, get_kind(config))
+    status, supervisor = shown.state.orchestrator, SupervisorState.read(path)
+    processes = shown.state.processes if shown.page_state == "running" else []
     description: dict[str, Any] = {
-        **_summarize(name, path, config, activity),
-        "status": activity.status,
-        "wait_list": list(activity.waits),
-        "age": activity.age,
-        "processes": _list_processes(record, activity),
-        "versions": record.get("versions", {}),
+        **_summarize(name, path, config, shown),
+        "status": {} if status is None else msgspec.to_builtins(status),
+        "wait_list": msgspec.to_builtins(shown.waits),
+        "age": 0.0 if status is None else status.age,
+        "processes": [{"name": row.name, "state": row.state, "restarts": row.restarts} for row in processes],
+        "versions": {} if supervisor is None else supervisor.versions,
         "flow": {},
         "drops": [],
         "failures": [],
         "events": [],
     }
-    if activity.state not in ("planned", "damaged"):
+    if shown.page_state not in ("planned", "damaged"):
         with open_last_commit(path) as store:
             description |= _read_history(store)
     return description
 
 
-def _summarize(name: str, path: Path, config: dict[str, Any], activity: RunActivity) -> dict[str, Any]:
+def _summarize(name: str, path: Path, config: dict[str, Any], shown: ShownRun) -> dict[str, Any]:
     kind = get_kind(config)
     summary: dict[str, Any] = {
         "name": name,
         "kind": kind,
-        "state": activity.state,
-        "problem": activity.problem,
+        "state": shown.page_state,
+        "problem": shown.problem,
         "model": get_model_name(config),
         "sources": _list_sources(config),
         "step": None,
@@ -220,14 +192,14 @@ def _summarize(name: str, path: Path, config: dict[str, Any], activity: RunActiv
         "reward": None,
         "curve": [],
         "rollouts": 0,
-        "waits": [f"{wait.get('who')} waits for {wait.get('waits_for')}" for wait in activity.waits],
+        "waits": [f"{wait.who} waits for {wait.waits_for}" for wait in shown.waits],
         "updated": _last_change(path),
     }
-    if activity.state not in ("planned", "damaged"):
+    if shown.page_state not in ("planned", "damaged"):
         with open_last_commit(path) as store:
             summary |= _read_progress(store)
-    if activity.status:
-        summary["step"] = activity.status.get("step", summary["step"])
+    if shown.state.orchestrator is not None:
+        summary["step"] = shown.state.orchestrator.step
     return summary
 
 
@@ -237,14 +209,6 @@ def _list_sources(config: Mapping[str, Any]) -> list[str]:
     tables = [_as_table(table) for table in cast(list[Any], train)] if isinstance(train, list) else [config]
     names = [table.get("name") or _as_table(table.get("taskset")).get("id") for table in tables]
     return [str(name) for name in names if name]
-
-
-def _list_processes(record: Mapping[str, Any], activity: RunActivity) -> list[dict[str, Any]]:
-    """Return name, state and restarts of each process of a running run."""
-    if activity.state != "running":
-        return []
-    rows: list[dict[str, Any]] = list(record.get("processes", {}).values())
-    return [{key: row.get(key) for key in ("name", "state", "restarts")} for row in rows]
 
 
 def _last_change(path: Path) -> float:
