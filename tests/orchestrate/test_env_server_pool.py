@@ -7,7 +7,7 @@ import pytest
 
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, ProcessDied
-from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
+from ramify.orchestrate.config import TrainSourceConfig
 from ramify.orchestrate.connected_source import build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.rollout.envserver.messages import AddressUpdate
@@ -41,7 +41,7 @@ async def test_attempts_go_to_the_least_loaded_server():
         assert await asyncio.gather(*more) == ["b"] * 3 and len(a.started) == 3
         a.may_answer.set()
         assert Counter(await asyncio.gather(*attempts)) == {"a": 3, "b": 3}
-        assert [(entry["state"], entry["done"]) for entry in pool.describe()] == [("up", 3), ("up", 6)]
+        assert [(server.state.value, server.num_done) for server in pool.servers] == [("up", 3), ("up", 6)]
 
 
 async def test_attempts_of_a_lost_server_run_elsewhere_and_its_late_results_are_dropped():
@@ -68,7 +68,7 @@ async def test_attempts_of_a_lost_server_run_elsewhere_and_its_late_results_are_
         assert not any(attempt.done() for attempt in attempts.values())
         b.may_answer.set()
         assert await asyncio.gather(*attempts.values()) == ["b"] * 4
-        assert pool.describe()[0]["lost"] == 2
+        assert pool.servers[0].num_lost == 2
 
 
 async def test_without_another_server_the_loss_is_the_attempts_failure_and_later_attempts_wait():
@@ -137,7 +137,7 @@ async def test_start_needs_one_server_and_fails_at_once_if_none_can_come_up():
     async with StubEnvServer("a") as a, StubEnvServer("b") as b:
         b.health = "broken"
         with pytest.raises(ProcessDied, match="the env server of source it has no worker: no fuel"):
-            await make_pool(b.address, start_timeout=60.0).start()
+            await make_pool(b.address, start_timeout=60.0, straggler_timeout=0.1).start()
         async with make_pool(a.address, b.address, start_timeout=60.0, straggler_timeout=0.1) as pool:
             assert [server.address for server in pool.up_servers] == [a.address]
             b.health = "ok"
@@ -177,7 +177,7 @@ async def test_a_server_with_another_environment_that_joins_later_gets_no_attemp
         await until(lambda: len(pool.up_servers) == 2 and failures)
         assert {await run_one(pool, str(number)) for number in range(6)} == {"a", "c"}
         assert [(failure.name, b.address in failure.message) for failure in failures] == [("EnvironmentChanged", True)]
-        assert pool.describe()[1]["state"] == "down"
+        assert pool.servers[1].state.value == "down"
         pool.set_addresses([b.address])
         with pytest.raises(EnvironmentChanged, match="different environments"):
             async with asyncio.timeout(30):

@@ -8,7 +8,7 @@ from typing import Any
 from ramify.core.names import format_count
 from ramify.core.watchdog import WATCHDOG
 from ramify.orchestrate.run_context import RunContext
-from ramify.processes.wire.message import ServerState
+from ramify.processes.wire.server_pool import ServerState
 from ramify.run.state import OrchestratorState, RunPhase, Wait
 from ramify.run.store.group_state import GroupState
 from ramify.run.store.ledger import Ledger
@@ -105,7 +105,9 @@ def build_state(run: RunContext) -> OrchestratorState:
         errors=list(progress.recent_failures)[-MAX_SHOWN_FAILURES:],
         failures=dict(progress.failure_counts),
         evals=dict(progress.evals),
-        env_servers={name: source.servers.describe() for name, source in run.sources.items()},
+        env_servers={
+            name: [server.describe() for server in source.servers.servers] for name, source in run.sources.items()
+        },
         waits=list_waits(run),
         dropped=describe_recent_drops(run.ledger, groups.get(GroupState.DROPPED.value, 0)),
     )

@@ -96,7 +96,7 @@ async def test_cancelled_calls_free_the_cache_of_the_engine(client, servers):
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     assert all(call.cancelled() for call in calls)
-    for replica in client._pool.replicas:
+    for replica in client.servers:
         assert replica.num_in_flight == 0
         while gauge(text := (await send_request(replica.http, "GET", "/metrics")).decode(), "running"):
             await asyncio.sleep(0.01)

@@ -8,7 +8,7 @@ import pytest
 from ramify.core.errors import ProviderError
 from ramify.infer.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.infer.client.http_client import HttpClient, ResponseLost
-from ramify.infer.client.replica_pool import Replica
+from ramify.infer.client.replica import Replica
 from ramify.infer.client.stall_clock import StallClock
 from ramify.trace.version import PolicyVersion
 from tests.infer.client.test_replica_pool import QUICK, connected
@@ -46,8 +46,10 @@ async def test_a_request_can_be_interrupted_twice():
 
 async def test_the_failure_of_a_watch_task_is_raised():
     class FailingClient(InferenceClient):
-        async def _check_health(self, replica: Replica) -> None:
-            raise KeyError("a bug")
+        async def check_server(self, server: Replica, *, is_requested: bool) -> None:
+            if self.is_started:
+                raise KeyError("a bug")
+            await super().check_server(server, is_requested=is_requested)
 
     async with ScriptedEngine() as fake, FailingClient(fake.url, CONFIG) as client:
         with pytest.raises(KeyError, match="a bug"):
@@ -81,6 +83,6 @@ async def test_a_client_starts_once():
     async with connected(ScriptedEngine()) as client:
         with pytest.raises(ProviderError, match="is already started"):
             await client.start()
-    assert not client._is_started
+    assert not client.is_started
     with pytest.raises(ProviderError, match="is closed"):
         await client.start()

@@ -6,15 +6,14 @@ call has a timeout, and cancelling a call closes its connection, so that the ser
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.core.async_calls import WatchTasks, fail_after
+from ramify.core.async_calls import fail_after
 from ramify.core.errors import ProviderError, RamifyError, RequestInvalid, WeightsRefused, WeightsReplaced
 from ramify.infer.client.completion import ClientSampling, Completion
 from ramify.infer.client.config import ClientConfig
@@ -37,10 +36,9 @@ from ramify.infer.client.http_client import (
     ServerBusy,
     send_request,
 )
-from ramify.infer.client.replica_pool import Replica, ReplicaPool
+from ramify.infer.client.replica import Replica
 from ramify.infer.client.stall_clock import StallClock
-from ramify.processes.wire.lifecycle import AsyncService
-from ramify.processes.wire.message import JOIN_INTERVAL, STRAGGLER_TIMEOUT, ServerState
+from ramify.processes.wire.server_pool import ServerPool, ServerState
 from ramify.trace.columns import StructuredArray
 from ramify.trace.version import PolicyVersion
 
@@ -48,7 +46,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = 600.0  # seconds for one generation
 
 
-class InferenceClient(AsyncService):
+class InferenceClient(ServerPool[Replica]):
     """A client of one or several servers of the same model.
 
     `version` names the weights with which engines that report no version (vLLM) were started.
@@ -61,98 +59,66 @@ class InferenceClient(AsyncService):
         urls = _normalize_urls([urls] if isinstance(urls, str) else urls)
         if not urls:
             raise ProviderError("a client needs the address of at least one inference server")
-        self._pool = ReplicaPool([self._make_replica(url) for url in urls])
+        super().__init__(
+            urls,
+            start_timeout=self.config.server_wait_timeout,
+            check_interval=self.config.health_interval,
+            eject_after=self.config.eject_after,
+        )
         self._initial_version = version
         self._target_update: WeightUpdate | None = None  # what every server must serve; None keeps its initial weights
         self._pause_mode: PauseMode | None = None
         self._control_lock = asyncio.Lock()  # serializes pause, resume, weight updates and joining servers
-        self._watch_tasks: WatchTasks[Replica] = WatchTasks()
-        self._is_open = self._is_started = False  # from the start of `start`, and from its end, until `close`
+        self._is_closed = False
 
     # -- lifecycle -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> Self:
-        """Connect to the servers; wait until all are up, or until some are and the others take too long.
+        """Connect to the servers, as `ServerPool.start` does.
 
         Raises ProviderError if none is up within `server_wait_timeout` seconds, and EngineIncompatible if one is
         not an engine.
         """
         if self._is_open:
             raise ProviderError("the client is already started")
-        if self._pool.is_closed:
+        if self._is_closed:
             raise ProviderError("the client is closed, and starts only once; create another one")
-        self._is_open, timeout = True, self.config.server_wait_timeout
-        try:
-            for replica in self._pool.replicas:
-                self._watch(replica)
-            await self._wait_until_joined(timeout)
-            if not self._pool.up_replicas:
-                raise ProviderError(f"no inference server came up within {timeout:g} s: {self._pool.describe_down()}")
-        except BaseException:
-            await self.close()
-            raise
-        self._is_started = True
-        return self
-
-    async def _wait_until_joined(self, timeout: float) -> None:
-        pool, deadline = self._pool, time.monotonic() + timeout
-        with contextlib.suppress(TimeoutError):
-            while not pool.replicas or pool.replicas != pool.up_replicas:
-                if pool.up_replicas:
-                    deadline = min(deadline, time.monotonic() + STRAGGLER_TIMEOUT)
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await pool.wait_for_change()
-                for replica in pool.replicas:
-                    if replica.fatal_error is not None:
-                        raise replica.fatal_error
+        return await super().start()
 
     async def close(self) -> None:
-        """Stop the health checks and close the connections."""
-        self._is_open = self._is_started = False
-        self._pool.is_closed = True
-        replicas = {*self._pool.replicas, *self._watch_tasks}
-        await self._watch_tasks.cancel()
-        for replica in replicas:
-            self._pool.eject(replica, "the client is closed")
-            await replica.http.aclose()
-
-    async def wait_failed(self) -> None:
-        """Wait until the task that watches a server fails, and raise its failure: the server is no longer checked."""
-        await self._watch_tasks.wait_failed()
+        """Stop the health checks and close the connections. Requests that wait for a server fail."""
+        self._is_closed = True
+        await super().close()
+        for replica in self.servers:
+            self.eject(replica, ProviderError("the client is closed"))
 
     def set_urls(self, urls: Sequence[str]) -> None:
-        """Use the servers at these addresses from now on; if there is none, requests wait for one.
+        """Use the servers at these addresses from now on, as `set_addresses` does.
 
-        A new server gets requests once it serves the same weights as the others. A removed server gets no more. Its
-        requests in flight are continued there while it is healthy; after that, those that may be sent again are.
+        A new server is admitted once it serves the same weights as the others. The requests in flight of a removed one
+        are continued there while it is healthy; after that, those that may be sent again are.
         """
-        urls = _normalize_urls(urls)
-        for replica in list(self._pool.replicas):
-            if replica.url not in urls:
-                self._pool.remove(replica)
-        for url in urls:
-            if url not in self.urls:
-                self._pool.add(replica := self._make_replica(url))
-                if self._is_open:
-                    self._watch(replica)
+        self.set_addresses(_normalize_urls(urls))
 
     @property
     def urls(self) -> list[str]:
         """The addresses of the servers, whether they are up or not."""
-        return [replica.url for replica in self._pool.replicas]
+        return [replica.url for replica in self.servers]
 
     @property
     def joined_urls(self) -> list[str]:
         """The addresses of the servers that were up at least once."""
-        return [replica.url for replica in self._pool.replicas if replica.adapter is not None]
+        return [replica.url for replica in self.servers if replica.adapter is not None]
 
-    def _make_replica(self, url: str) -> Replica:
+    def make_server(self, address: str) -> Replica:
+        """Return a server that is not connected yet."""
         config = self.config
-        http = HttpClient(url, connect_timeout=config.connect_timeout, max_connections=config.connections)
-        return Replica(url, http)
+        http = HttpClient(address, connect_timeout=config.connect_timeout, max_connections=config.connections)
+        return Replica(address, http)
 
-    def _watch(self, replica: Replica) -> None:
-        self._watch_tasks.start(replica, self._watch_replica(replica), f"health of {replica.url}")
+    def build_start_failure(self) -> ProviderError:
+        """Return the failure of a start without a server."""
+        return ProviderError(f"no inference server came up within {self.start_timeout:g} s: {self.describe_down()}")
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +201,7 @@ class InferenceClient(AsyncService):
         replica_timeout = config.server_wait_timeout if clock is None else timeout
         async with fail_after(timeout, lambda: f"a response of {last_url}"):
             while True:
-                replica = await self._pool.wait_for_replica(session, busy, timeout=replica_timeout)
+                replica = await self._wait_for_replica(session, busy, replica_timeout)
                 last_url = replica.url
                 timed = contextlib.nullcontext() if clock is None else replica.timed_request(clock, movable=may_resend)
                 try:
@@ -243,11 +209,12 @@ class InferenceClient(AsyncService):
                         async with timed:
                             return await call(replica.require_adapter())
                 except ConnectFailed as error:
-                    self._pool.eject(replica, str(error))
+                    self.eject(replica, ProviderError(str(error)))
                     continue
                 except UnknownWeights as error:
-                    self._pool.eject(replica, str(error))  # its weights are labelled when it joins again
-                    raise ProviderError(str(error)) from error
+                    failure = ProviderError(str(error))
+                    self.eject(replica, failure)  # its weights are labelled when it joins again
+                    raise failure from error
                 except ResponseLost as error:
                     replica.check_now.set()
                     if not may_resend or num_resent >= config.retries:
@@ -256,29 +223,41 @@ class InferenceClient(AsyncService):
                     if num_resent >= config.retries:
                         raise (error.error if isinstance(error, ServerBusy) else error) from None
                     busy.add(replica)
-                    if busy.issuperset(self._pool.up_replicas):
+                    if busy.issuperset(self.up_servers):
                         busy.clear()
                         retry_after = error.retry_after if isinstance(error, ServerBusy) else None
                         await asyncio.sleep(max(retry_after or 0.0, config.backoff * 2 ** min(num_resent, 4)))
                 num_resent += 1
         raise AssertionError  # the block above returns or raises
 
+    async def _wait_for_replica(self, session: str | None, avoid: Collection[Replica], timeout: float) -> Replica:
+        """Return the server that `pick` chooses; if none is up, wait up to `timeout` seconds for one.
+
+        Raises ProviderError with the reason of each server if none came up.
+        """
+        while (replica := self.pick(session, avoid)) is None:
+            if self._is_closed:
+                raise ProviderError("the client is closed")
+            if not await self.wait_until_up(timeout):
+                raise ProviderError(f"no inference server is up after {timeout:g} s: {self.describe_down()}")
+        return replica
+
     # -- control -------------------------------------------------------------------------------------------------------
 
     @property
     def versions(self) -> dict[str, PolicyVersion]:
         """The version of the weights of each server that is up, by URL."""
-        return {replica.url: replica.require_adapter().version for replica in self._pool.up_replicas}
+        return {replica.url: replica.require_adapter().version for replica in self.up_servers}
 
     @property
     def down_replicas(self) -> dict[str, str]:
         """The reasons why servers are down, by URL."""
-        return {replica.url: replica.reason for replica in self._pool.replicas if replica.state is ServerState.DOWN}
+        return {replica.url: replica.reason for replica in self.servers if replica.state is ServerState.DOWN}
 
     async def get_loads(self) -> dict[str, EngineLoad]:
         """Return the load of every server that is up and responds, by URL."""
         loads: dict[str, EngineLoad] = {}
-        for replica in self._pool.up_replicas:
+        for replica in self.up_servers:
             with contextlib.suppress(RamifyError, RequestFailed):
                 async with fail_after(self.config.health_timeout, f"{replica.url}/metrics"):
                     metrics = (await send_request(replica.http, "GET", "/metrics")).decode()
@@ -305,7 +284,7 @@ class InferenceClient(AsyncService):
         first to come up joins with the new weights: the old ones may no longer exist.
         """
         update, old_target = WeightUpdate(directory, version, kv_mode, run), self._target_update
-        if not self._pool.up_replicas:
+        if not self.up_servers:
             self._target_update = update
         try:
             seconds_by_url = await self._call_all(
@@ -323,11 +302,11 @@ class InferenceClient(AsyncService):
         A server that fails is ejected, because its state is unknown until it joins again. It is kept only if all
         servers fail and it rejected the weights. If no server succeeds, the first failure is raised.
         """
-        await self._pool.wait_for_replica(None, (), timeout=self.config.server_wait_timeout)
+        await self._wait_for_replica(None, (), self.config.server_wait_timeout)
         async with self._control_lock:
-            replicas = self._pool.up_replicas
+            replicas = self.up_servers
             if not replicas:
-                raise ProviderError(f"{operation}: no inference server is up: {self._pool.describe_down()}")
+                raise ProviderError(f"{operation}: no inference server is up: {self.describe_down()}")
             calls = (self._call_one(replica, operation, call) for replica in replicas)
             outcomes = dict(zip(replicas, await asyncio.gather(*calls)))
         results = {
@@ -336,7 +315,7 @@ class InferenceClient(AsyncService):
         errors = {replica: error for replica, error in outcomes.items() if isinstance(error, RamifyError)}
         for replica, error in errors.items():
             if results or not isinstance(error, WeightsRefused | WeightsReplaced):
-                self._pool.eject(replica, f"{operation}: {error.name}: {error.message}")
+                self.eject(replica, ProviderError(f"{operation}: {error.name}: {error.message}"))
         if not results:
             raise next(iter(errors.values()))
         return results
@@ -355,46 +334,26 @@ class InferenceClient(AsyncService):
 
     # -- health --------------------------------------------------------------------------------------------------------
 
-    async def _watch_replica(self, replica: Replica) -> None:
-        """Join one server when it is up, then check its health and join it again when it recovers, until it is removed.
+    async def check_server(self, server: Replica, *, is_requested: bool) -> None:
+        """Check the health of a server, and join it if it is down.
 
         While the client starts, servers are joined without a health check: a server that is no engine has none.
         """
-        while not replica.is_drained:
+        if self.is_started:
             try:
-                if self._is_started:
-                    await self._check_health(replica)
-                if replica.state is ServerState.DOWN:
-                    await self._join_replica(replica)
-            except RamifyError as error:
-                if replica.state is ServerState.DOWN:
-                    replica.reason = f"{error.name}: {error.message}"
-                if not error.retryable and not self._is_started:
-                    replica.fatal_error = error
-                    self._pool.notify_change()
-            interval = self.config.health_interval
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval if replica.adapter is not None else min(interval, JOIN_INTERVAL)):
-                    await replica.check_now.wait()
-            replica.check_now.clear()
-        await replica.http.aclose()
+                async with fail_after(self.config.health_timeout, f"{server.url}/health"):
+                    await send_request(server.http, "GET", "/health")
+                    if server.has_timed_requests:
+                        await self._record_progress(server)
+            except RequestFailed as error:
+                raise ProviderError(str(error)) from error
+        if server.state is ServerState.DOWN:
+            await self._join_replica(server)
 
-    async def _check_health(self, replica: Replica) -> None:
-        """Check the health of one server once; eject it after enough failures in a row. Raises ProviderError."""
-        try:
-            async with fail_after(self.config.health_timeout, f"{replica.url}/health"):
-                await send_request(replica.http, "GET", "/health")
-                if replica.has_timed_requests:
-                    await self._record_progress(replica)
-        except (RamifyError, RequestFailed) as error:
-            replica.num_failed_checks += 1
-            if replica.num_failed_checks >= self.config.eject_after and replica.state is not ServerState.DOWN:
-                if replica.state is ServerState.UP:
-                    self._pool.eject(replica, f"{replica.num_failed_checks} health checks failed, the last: {error}")
-                if self._pool.up_replicas or replica.state is ServerState.REMOVED:
-                    replica.interrupt_movable_requests()
-            raise ProviderError(str(error)) from error
-        replica.num_failed_checks = 0
+    def on_unhealthy(self, server: Replica) -> None:
+        """Move the requests of a server that may be sent to another one, if there is one or it was removed."""
+        if self.up_servers or server.state is ServerState.REMOVED:
+            server.interrupt_movable_requests()
 
     async def _record_progress(self, replica: Replica) -> None:
         """Record progress if the engine's step counter has changed, or cannot be read."""
@@ -417,7 +376,7 @@ class InferenceClient(AsyncService):
             except RequestFailed as error:
                 raise ProviderError(str(error)) from error
             replica.adapter = adapter
-            self._pool.admit(replica)
+            self.admit(replica)
 
 
 def _normalize_urls(urls: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from ramify.infer.client.generate_api import (
     decode_json,
 )
 from ramify.infer.client.http_client import read_body, send_request
-from ramify.infer.client.replica_pool import Replica
+from ramify.infer.client.replica import Replica
 from ramify.infer.client.vllm_adapter import UNDEFINED_LABEL, VLLMAdapter
 from ramify.trace import VersionRun
 from ramify.trace.version import PolicyVersion

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,22 +29,6 @@ class WireSettings:
     """The maximum of bytes that a client has not acknowledged; above a quarter of it, streamed parts are skipped."""
     max_clients: int = 1024
     """The maximum number of sessions of a server."""
-
-
-# The states of the servers in a list of addresses that may change. Importable without ZMQ.
-#
-# The clients of inference servers and of env servers use them; the modules of their pools have the transitions.
-
-JOIN_INTERVAL = 0.1  # seconds between two tries to join a server that was never up
-STRAGGLER_TIMEOUT = 10.0  # seconds for further servers to come up once one is up
-
-
-class ServerState(Enum):
-    """Whether a server receives requests."""
-
-    UP = "up"
-    DOWN = "down"
-    REMOVED = "removed"
 
 
 T = TypeVar("T")
