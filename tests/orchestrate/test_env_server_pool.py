@@ -7,7 +7,7 @@ import pytest
 
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, ProcessDied
-from ramify.orchestrate.config import TrainSourceConfig
+from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.connected_source import build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.rollout.envserver.messages import AddressUpdate

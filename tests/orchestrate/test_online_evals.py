@@ -4,7 +4,6 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from ramify.orchestrate import background
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.online_evals import OnlineEvaluator
 from ramify.rollout.envserver.messages import GroupScores
@@ -19,6 +18,7 @@ class SlowEvaluator(OnlineEvaluator):
     def __init__(self) -> None:
         self._sources = {"it": (SimpleNamespace(interval=10), None)}  # type: ignore[assignment]
         self._last_evaluated_step: dict[str, int] = {}
+        self._queue = asyncio.Queue()
         self.steps: list[int] = []
         self.may_finish = asyncio.Event()
 
@@ -28,23 +28,16 @@ class SlowEvaluator(OnlineEvaluator):
 
 
 async def test_evals_that_become_due_during_an_eval_are_merged():
-    evaluator, eval_queue = SlowEvaluator(), asyncio.Queue()
-    dispatcher = SimpleNamespace(weights_ready=asyncio.Event())
-    run = SimpleNamespace(evaluator=evaluator, eval_queue=eval_queue, dispatcher=dispatcher)
-
-    def apply_version(step: int) -> None:
-        if names := evaluator.get_due_sources(step):
-            eval_queue.put_nowait((step, names))
-
-    eval_task = asyncio.create_task(background.run_due_evals(run))  # type: ignore[arg-type]
-    apply_version(0)
+    evaluator = SlowEvaluator()
+    eval_task = asyncio.create_task(evaluator.run_queued())
+    evaluator.queue_due_sources(0)
     while not evaluator.steps:
         await asyncio.sleep(0)
     for step in range(1, 36):
-        apply_version(step)
+        evaluator.queue_due_sources(step)
     evaluator.may_finish.set()
     async with asyncio.timeout(10):
-        await eval_queue.join()
+        await evaluator.wait_for_queued()
     eval_task.cancel()
     assert evaluator.steps == [0, 35]
 

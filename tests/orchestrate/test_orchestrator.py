@@ -55,6 +55,8 @@ class FakeEvaluator:
     def get_due_sources(self, step: int, *, is_last: bool) -> list[str]:
         return ["it"]
 
+    async def wait_for_queued(self) -> None: ...
+
     async def run(self, step: int, names: list[str]) -> None:
         self.evaluated.append(self._weight_updater.served_version)
 
@@ -76,13 +78,12 @@ async def test_final_eval_waits_for_the_last_version_of_a_replaced_trainer(monke
         evaluator=evaluator,
         dispatcher=SimpleNamespace(weights_ready=weights_ready),
         core=SimpleNamespace(ledger_progress=SimpleNamespace(committed=5)),
-        eval_queue=asyncio.Queue(),
     )
     updater.served_version = PolicyVersion("p", 0, 4)
     weights_ready.set()
     last_version = PolicyVersion("p", 0, 5)
     updater.request_update(last_version, Path("5"))
-    if is_replaced:  # as RunContext does when a new trainer registers
+    if is_replaced:  # as RunComponents does when a new trainer registers
         weights_ready.clear()
         updater.discard_pending()
         last_version = PolicyVersion("p", 1, 5)

@@ -1,4 +1,4 @@
-"""Background tasks of an orchestrator: evals, reports, adaptive concurrency, the written state, watchdogs.
+"""Background tasks of an orchestrator: reports, adaptive concurrency, the written state, watchdogs.
 
 Each is one asyncio task that runs until it is cancelled. An unhandled failure ends the run with that failure.
 """
@@ -13,9 +13,16 @@ from urllib.parse import urlsplit
 
 from ramify.core.async_calls import call_storage
 from ramify.core.errors import EnvironmentFault, Failure, RunStalled
+from ramify.infer.client import InferenceClient
+from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
+from ramify.orchestrate.components import RunComponents
+from ramify.orchestrate.concurrency import ConcurrencyLimiter
+from ramify.orchestrate.connected_source import ConnectedSource
+from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.patience import has_trainable_group
-from ramify.orchestrate.run_context import RunContext
+from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.status import build_state, list_waits
+from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.utilization import UtilizationMeter
 from ramify.rollout.evals.stats import format_score
 from ramify.run.state import OrchestratorState
@@ -29,47 +36,32 @@ STATE_INTERVAL = 2.0  # seconds between two writes of the state
 ShowSamples = Callable[[int, Mapping[str, list[tuple[Trace, float | None]]]], None]
 
 
-async def run_due_evals(run: RunContext) -> None:
-    """Run evals when they are due, the first with the initial weights."""
-    if run.dispatcher.weights_ready.is_set() and (names := run.evaluator.get_due_sources(0)):
-        run.eval_queue.put_nowait((0, names))
-    while True:
-        step, names = await run.eval_queue.get()
-        while not run.eval_queue.empty():  # evals that became due during the last one are run as one
-            run.eval_queue.task_done()
-            step, more_names = run.eval_queue.get_nowait()
-            names = [*names, *more_names]
-        due = run.evaluator.get_due_sources(step)
-        if names := [name for name in dict.fromkeys(names) if name in due]:
-            await run.evaluator.run(step, names)
-        run.eval_queue.task_done()
-
-
-async def adapt_concurrency(run: RunContext) -> None:
+async def adapt_concurrency(
+    client: InferenceClient, limiter: ConcurrencyLimiter, dispatcher: AttemptDispatcher
+) -> None:
     """Adapt the number of attempts in flight to the load of the engines."""
     while True:
         await asyncio.sleep(POLL_INTERVAL)
-        run.engine_loads = loads = list((await run.client.get_loads()).values())
-        if loads:
-            run.limiter.update(
+        if loads := list((await client.get_loads()).values()):
+            limiter.update(
                 kv_usage=max(load.kv_usage for load in loads),
                 queued=sum(load.num_waiting for load in loads),
-                num_in_flight=run.dispatcher.num_in_flight,
+                num_in_flight=dispatcher.num_in_flight,
             )
-            run.dispatcher.wake()
+            dispatcher.wake()
 
 
-async def record_utilization(run: RunContext) -> None:
+async def record_utilization(trainer_service: TrainerService, client: InferenceClient, progress: RunProgress) -> None:
     """Record the utilization of every trained step, if the peaks of all devices are known."""
     meter = UtilizationMeter()
     while True:
-        trained = await run.trainer_service.trained_steps.get()
-        utilization = meter.measure(trained, await run.client.get_loads())
+        trained = await trainer_service.trained_steps.get()
+        utilization = meter.measure(trained, await client.get_loads())
         if utilization is not None:
-            run.progress.record_metrics(trained.step, {"utilization": utilization})
+            progress.record_metrics(trained.step, {"utilization": utilization})
 
 
-async def watch_for_stalls(run: RunContext) -> None:
+async def watch_for_stalls(run: RunComponents) -> None:
     """Raise RunStalled, with a list of all waits, after `stall_timeout` seconds without progress.
 
     Raise the last failure, much earlier, if every attempt fails in environment code, or its agent seems to be broken.
@@ -89,7 +81,7 @@ async def watch_for_stalls(run: RunContext) -> None:
             raise RunStalled(report)
 
 
-async def write_states(run: RunContext) -> None:
+async def write_states(run: RunComponents) -> None:
     """Write the state of the run every STATE_INTERVAL seconds, for when this process does not answer."""
     while True:
         with contextlib.suppress(OSError):  # a full disk is reported by the store, not here
@@ -97,34 +89,32 @@ async def write_states(run: RunContext) -> None:
         await asyncio.sleep(STATE_INTERVAL)
 
 
-async def watch_patience(run: RunContext) -> None:
+async def watch_patience(core: OrchestratorCore, progress: RunProgress, *, ends_run: bool) -> None:
     """Raise RunStalled, or record it as a failure, after `patience` groups without a trainable one."""
-    patience = run.core.patience
-    while not run.core.admission.is_finished:
-        await patience.exceeded.wait()
-        error = RunStalled(await patience.report(run.ledger))
-        if run.core.admission.is_finished:  # groups after the last batch do not matter
+    while not core.admission.is_finished:
+        await core.patience.exceeded.wait()
+        error = RunStalled(await core.patience.report(core.ledger))
+        if core.admission.is_finished:  # groups after the last batch do not matter
             return
-        if run.config.orchestrator.on_no_signal == "end":
+        if ends_run:
             raise error
-        _warn_about_rewards(run, error)
+        _warn_about_rewards(progress, error)
 
 
-async def warn_without_signal(run: RunContext) -> None:
+async def warn_without_signal(core: OrchestratorCore, progress: RunProgress) -> None:
     """Record RunStalled as a failure each time that `warning_groups` groups in a row cannot be trained on."""
-    patience = run.core.patience
-    while not run.core.admission.is_finished:
-        await patience.warning_due.wait()
-        patience.warning_due.clear()
-        _warn_about_rewards(run, RunStalled(f"warning: {patience.describe(run.ledger)}"))
+    while not core.admission.is_finished:
+        await core.patience.warning_due.wait()
+        core.patience.warning_due.clear()
+        _warn_about_rewards(progress, RunStalled(f"warning: {core.patience.describe(core.ledger)}"))
 
 
-def _warn_about_rewards(run: RunContext, error: RunStalled) -> None:
+def _warn_about_rewards(progress: RunProgress, error: RunStalled) -> None:
     print(f"{error.name}: {error.message}", flush=True)
-    run.progress.record_failure("rewards", Failure.from_exception(error))
+    progress.record_failure("rewards", Failure.from_exception(error))
 
 
-def _check_fruitless_attempts(run: RunContext) -> None:
+def _check_fruitless_attempts(run: RunComponents) -> None:
     """Raise the last failure of a source of which `max_fruitless_attempts` attempts failed and none succeeded.
 
     A source of which a group can be trained on is not broken: its agents may exit with an error if they fail.
@@ -145,7 +135,7 @@ def _check_fruitless_attempts(run: RunContext) -> None:
         del run.progress.fruitless_attempts[source]
 
 
-async def report_batches(run: RunContext, on_samples: ShowSamples | None) -> None:
+async def report_batches(run: RunComponents, on_samples: ShowSamples | None) -> None:
     """Record and print every new batch, show samples of it, and wake up the trainer's pending request."""
     while True:
         await run.dispatcher.batch_formed.wait()
@@ -159,22 +149,22 @@ async def report_batches(run: RunContext, on_samples: ShowSamples | None) -> Non
                 }
             )
         for batch in batches:
-            if metrics := measure_env_servers(run):
+            if metrics := measure_env_servers(run.sources):
                 run.progress.record_metrics(batch.step, metrics)
             run.next_step_to_report = batch.step + 1
-            _print_step(run, batch)
+            _print_step(run.progress, batch.step)
             if on_samples is not None:
                 _show_samples(run, batch, on_samples)
         await run.trainer_service.notify_waiters()
 
 
-def measure_env_servers(run: RunContext) -> dict[str, float]:
+def measure_env_servers(sources: Mapping[str, ConnectedSource]) -> dict[str, float]:
     """Return the counters of env servers by source and host, of sources with several servers.
 
     The ports are left out: a restarted server often has another one, and every name of a metric is kept.
     """
     metrics: Counter[str] = Counter()
-    for name, source in run.sources.items():
+    for name, source in sources.items():
         for server in source.servers.servers if len(source.servers.servers) > 1 else ():
             prefix = f"env_servers/{name}/{urlsplit(server.address).hostname}"
             counts = {"in_flight": server.num_in_flight, "done": server.num_done, "lost": server.num_lost}
@@ -182,19 +172,19 @@ def measure_env_servers(run: RunContext) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _print_step(run: RunContext, batch: BatchRecord) -> None:
-    metrics = run.progress.latest_metrics
+def _print_step(progress: RunProgress, step: int) -> None:
+    metrics = progress.latest_metrics
     rollouts, tokens = metrics.get("rollouts_per_s", 0.0), metrics.get("tokens_per_s", 0.0)
-    num_trainable, num_scored = run.progress.trainable_counts
+    num_trainable, num_scored = progress.trainable_counts
     reward, staleness = metrics.get("reward/all/mean", 0.0), metrics.get("staleness/mean", 0.0)
     print(
-        f"step {batch.step}: reward {format_score(reward)}, trainable {num_trainable}/{num_scored}, "
+        f"step {step}: reward {format_score(reward)}, trainable {num_trainable}/{num_scored}, "
         f"{rollouts:.1f} rollouts/s, {tokens:.0f} tokens/s, staleness {staleness:.1f}",
         flush=True,
     )
 
 
-def _show_samples(run: RunContext, batch: BatchRecord, on_samples: ShowSamples) -> None:
+def _show_samples(run: RunComponents, batch: BatchRecord, on_samples: ShowSamples) -> None:
     """Pass a few rollouts of each source in the batch, with their advantages, to `on_samples`."""
     config = run.config.monitor.samples
     if not config.per_source or batch.step % config.interval:

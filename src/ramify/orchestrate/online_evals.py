@@ -45,6 +45,7 @@ class OnlineEvaluator:
         self._sources, self._weight_updater, self._store, self._seed = sources, weight_updater, store, seed
         self._on_result, self._on_failure, self._on_progress = on_result, on_failure, on_progress
         self.started_at: dict[str, float] = {}
+        self._queue: asyncio.Queue[tuple[int, list[str]]] = asyncio.Queue()  # step and sources of due evals
         self._last_evaluated_step: dict[str, int] = {}  # by source
 
     def restore(self, metrics: Iterable[MetricPoint]) -> None:
@@ -85,6 +86,28 @@ class OnlineEvaluator:
             del self.started_at[name]
         metrics = _compute_metrics(f"eval/{name}", config, traces_by_task)
         self._on_result(step, {**metrics, f"eval/{name}/seconds": time.monotonic() - started_at})
+
+    def queue_due_sources(self, step: int) -> None:
+        """Queue the evals that are due at a step."""
+        if names := self.get_due_sources(step):
+            self._queue.put_nowait((step, names))
+
+    async def wait_for_queued(self) -> None:
+        """Wait until all queued evals have ended."""
+        await self._queue.join()
+
+    async def run_queued(self) -> None:
+        """Run the queued evals until it is cancelled; those that became due during the last one are run as one."""
+        while True:
+            step, names = await self._queue.get()
+            while not self._queue.empty():
+                self._queue.task_done()
+                step, more_names = self._queue.get_nowait()
+                names = [*names, *more_names]
+            due = self.get_due_sources(step)
+            if names := [name for name in dict.fromkeys(names) if name in due]:
+                await self.run(step, names)
+            self._queue.task_done()
 
     async def _run_rollouts(
         self, name: str, config: EvalSourceConfig, source: ConnectedSource, step: int

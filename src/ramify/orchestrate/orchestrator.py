@@ -16,9 +16,9 @@ from ramify.core.errors import RamifyError, RunStalled
 from ramify.core.names import format_count
 from ramify.orchestrate import background, status
 from ramify.orchestrate.background import ShowSamples
+from ramify.orchestrate.components import LogMetrics, RunComponents
 from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
 from ramify.orchestrate.patience import DEFAULT_PATIENCE, PatienceSettings
-from ramify.orchestrate.run_context import LogMetrics, RunContext
 from ramify.orchestrate.status_server import StatusHandler, build_status_server
 from ramify.processes.wire import WireServer
 
@@ -44,7 +44,7 @@ class Orchestrator:
         on_status_address: Callable[[str], None] | None = None,
         patience_settings: PatienceSettings = DEFAULT_PATIENCE,
     ) -> None:
-        self._run = RunContext(config, on_metrics, patience_settings)
+        self._run = RunComponents(config, on_metrics, patience_settings)
         self._on_samples, self._on_status_address = on_samples, on_status_address
 
     async def run(self) -> int:
@@ -68,14 +68,19 @@ class Orchestrator:
                             "sampling": run.dispatcher.run(),
                             "weights": run.weight_updater.run(),
                             "watchdog": background.watch_for_stalls(run),
-                            "patience": background.watch_patience(run),
-                            "warning": background.warn_without_signal(run),
+                            "patience": background.watch_patience(
+                                run.core, run.progress, ends_run=run.config.orchestrator.on_no_signal == "end"
+                            ),
+                            "warning": background.warn_without_signal(run.core, run.progress),
                             "state": background.write_states(run),
-                            "load": background.adapt_concurrency(run),
-                            "utilization": background.record_utilization(run),
+                            "load": background.adapt_concurrency(run.client, run.limiter, run.dispatcher),
+                            "utilization": background.record_utilization(run.trainer_service, run.client, run.progress),
                             "batches": background.report_batches(run, self._on_samples),
-                            "evals": background.run_due_evals(run),
-                            **{name: service.wait_failed() for name, service in run.get_watched_services().items()},
+                            "evals": run.evaluator.run_queued(),
+                            **{
+                                name: service.wait_failed()
+                                for name, service in run.connections.get_watched_services().items()
+                            },
                         }.items()
                     }
                     exit_code = await self._wait_until_finished()
@@ -144,7 +149,7 @@ class Orchestrator:
             if weight_updater.waiting_since is None and run.dispatcher.weights_ready.is_set():
                 break  # no newer version will follow
             await asyncio.sleep(POLL_INTERVAL / 4)
-        await run.eval_queue.join()
+        await run.evaluator.wait_for_queued()
         if names := run.evaluator.get_due_sources(last_step, is_last=True):
             await run.evaluator.run(last_step, names)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ramify.core.names import format_count
 from ramify.core.watchdog import WATCHDOG
-from ramify.orchestrate.run_context import RunContext
+from ramify.orchestrate.components import RunComponents
 from ramify.processes.wire.server_pool import ServerState
 from ramify.run.state import OrchestratorState, RunPhase, Wait
 from ramify.run.store.group_state import GroupState
@@ -19,7 +19,7 @@ MAX_SHOWN_FAILURES = 5
 MAX_DESCRIBED_DROPS = 1000  # dropped groups that the state describes: reading all of a long run takes a second
 
 
-def list_waits(run: RunContext) -> list[Wait]:
+def list_waits(run: RunComponents) -> list[Wait]:
     """Return what each component of the run waits for, since when, and with which timeout."""
     now, waits = time.monotonic(), list[Wait]()
     idle, stall_timeout = now - run.progress.last_progress_time, run.config.orchestrator.stall_timeout
@@ -64,7 +64,7 @@ def list_waits(run: RunContext) -> list[Wait]:
         add_wait("weights", "the engines to load a version", detail, since=since, timeout=None)
     for name, started_at in run.evaluator.started_at.items():
         add_wait(f"eval {name}", "its rollouts", "", since=now - started_at, timeout=None)
-    num_calls = sum(load.num_running for load in run.engine_loads)
+    num_calls = sum(load.num_running for load in run.client.loads.values())
     if num_in_flight and num_calls:
         urls = ", ".join(run.client.versions)
         add_wait("env servers", format_count(num_calls, "model call"), f"running on the engines at {urls}")
@@ -77,7 +77,7 @@ def list_waits(run: RunContext) -> list[Wait]:
     return waits
 
 
-def build_state(run: RunContext) -> OrchestratorState:
+def build_state(run: RunComponents) -> OrchestratorState:
     """Return the state of this moment."""
     ledger_progress, progress, last = run.core.ledger_progress, run.progress, run.progress.latest_metrics
     rollouts, tokens = progress.get_throughput()
@@ -119,7 +119,7 @@ def describe_recent_drops(ledger: Ledger, total: int, limit: int = MAX_DESCRIBED
     return f"{reasons} (the last {limit} of {total})" if total > limit else reasons
 
 
-def get_phase(run: RunContext) -> RunPhase:
+def get_phase(run: RunComponents) -> RunPhase:
     """Return what the orchestrator does. After the last step it is EVALUATING until the evals of that step end."""
     if run.stop_requested.is_set():
         return RunPhase.LEAVING
@@ -129,7 +129,7 @@ def get_phase(run: RunContext) -> RunPhase:
     return RunPhase.EVALUATING if run.evaluator.started_at or due_sources else RunPhase.FINISHED
 
 
-def query_metrics(run: RunContext, pattern: str) -> list[dict[str, Any]]:
+def query_metrics(run: RunComponents, pattern: str) -> list[dict[str, Any]]:
     """Return the metrics whose names match; values that JSON cannot represent are returned as strings."""
     return [
         {**metric._asdict(), "value": metric.value if math.isfinite(metric.value) else str(metric.value)}

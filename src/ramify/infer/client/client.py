@@ -70,6 +70,7 @@ class InferenceClient(ServerPool[Replica]):
         self._pause_mode: PauseMode | None = None
         self._control_lock = asyncio.Lock()  # serializes pause, resume, weight updates and joining servers
         self._is_closed = False
+        self.loads: dict[str, EngineLoad] = {}
 
     # -- lifecycle -----------------------------------------------------------------------------------------------------
 
@@ -255,13 +256,14 @@ class InferenceClient(ServerPool[Replica]):
         return {replica.url: replica.reason for replica in self.servers if replica.state is ServerState.DOWN}
 
     async def get_loads(self) -> dict[str, EngineLoad]:
-        """Return the load of every server that is up and responds, by URL."""
+        """Measure the load of every server that is up and responds, by URL; `loads` are the last results."""
         loads: dict[str, EngineLoad] = {}
         for replica in self.up_servers:
             with contextlib.suppress(RamifyError, RequestFailed):
                 async with fail_after(self.config.health_timeout, f"{replica.url}/metrics"):
                     metrics = (await send_request(replica.http, "GET", "/metrics")).decode()
                     loads[replica.url] = parse_load(metrics)
+        self.loads = loads
         return loads
 
     async def pause(self, mode: PauseMode = "keep") -> None:

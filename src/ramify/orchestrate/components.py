@@ -14,30 +14,25 @@ from dataclasses import replace
 from pathlib import Path
 
 from ramify.core.errors import ConfigInvalid, EngineIncompatible, Failure
-from ramify.infer.client import ClientConfig, InferenceClient
-from ramify.infer.client.engine_load import EngineLoad
 from ramify.infer.config import ExternalConfig
 from ramify.model.resolve import read_vocab_size, resolve_model_path
-from ramify.orchestrate.address_book import INFERENCE_KEY, AddressBook, get_env_key, get_model_key
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.concurrency import ConcurrencyLimiter
-from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
-from ramify.orchestrate.connected_source import ConnectedSource, build_connected_source
+from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.connected_source import ConnectedSource
+from ramify.orchestrate.connections import RunConnections
 from ramify.orchestrate.core import OrchestratorCore, check_task_counts
-from ramify.orchestrate.env_server_pool import EnvServerPool
-from ramify.orchestrate.named_models import connect_model
 from ramify.orchestrate.normalization import LossNormalization
 from ramify.orchestrate.online_evals import OnlineEvaluator
 from ramify.orchestrate.patience import DEFAULT_PATIENCE, PatienceSettings
 from ramify.orchestrate.plugins import RunPlugins, build_source_mix, load_plugins
 from ramify.orchestrate.progress import RunProgress
-from ramify.orchestrate.reference_scores import ReferenceScorer, ScoreModel
+from ramify.orchestrate.reference_scores import ReferenceScorer
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.startup_report import REPORT_INTERVAL, StartupReport
 from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.weight_updates import WeightUpdater
-from ramify.rollout.envserver.messages import AddressUpdate
 from ramify.rollout.evals.stats import format_score
 from ramify.run.fencing.directory_store import DirectoryStore
 from ramify.run.state import EvalMetric
@@ -61,15 +56,14 @@ READER_TIMEOUT = 30.0  # seconds to wait for commands that read the run (`why`, 
 LogMetrics = Callable[[int, Mapping[str, float]], None]
 
 
-class RunContext:
+class RunComponents:
     """The components of one run. Call `open` once; everything it opens is closed with the stack.
 
     Attributes:
         policy: name of the policy, from the name of the model.
         stop_requested: set when the run should save a checkpoint and stop.
-        eval_queue: evals that are due: step and sources.
-        engine_loads: the last measured load of each engine.
-        model_clients: clients of the other models that the orchestrator calls, by the name of the model.
+        connections: the engines, other models and env servers of the run.
+        client: the client of the engines.
         sources: the train sources by name, and the eval sources by `eval/NAME`.
         first_step: the step at which this process started.
         next_step_to_report: the first step whose batch was not reported yet.
@@ -101,9 +95,6 @@ class RunContext:
         self.policy = Path(config.model.name).name
         self.started_at = time.time()
         self.stop_requested = asyncio.Event()
-        self.eval_queue: asyncio.Queue[tuple[int, list[str]]] = asyncio.Queue()
-        self.engine_loads: list[EngineLoad] = []
-        self.model_clients: dict[str, InferenceClient] = {}
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Open the store, connect to engines and env servers, and restore the state of the run from the ledger."""
@@ -117,21 +108,16 @@ class RunContext:
             config, self.run_log, self.ledger.progress().committed, interval=self._report_interval
         )
         self.progress = RunProgress(self.run_log, self._on_metrics)
-        timeout = config.launch.startup_timeout
-        client_config, version = ClientConfig(server_wait_timeout=timeout), PolicyVersion(self.policy)
-        self.address_book = await stack.enter_async_context(AddressBook(config.path))
-        client = InferenceClient(self.inference.base_url, client_config, version=version)
-        self.address_book.subscribe(INFERENCE_KEY, client.set_urls)
-        async with self._startup_report.waiting_for(f"the engines at {', '.join(self.inference.base_url)}", timeout):
-            self.client: InferenceClient = await stack.enter_async_context(client)
-        score_models = await self._connect_score_models(stack, timeout)
-        train = {source.source_name: await self._connect_source("train", source, stack) for source in config.train}
-        evals = {source.source_name: await self._connect_source("eval", source, stack) for source in config.eval}
+        self.connections = RunConnections(
+            config, self.inference.base_url, PolicyVersion(self.policy), self._startup_report, self._on_env_server_lost
+        )
+        await self.connections.open(stack)
+        self.client, train, evals = self.connections.client, self.connections.train, self.connections.evals
         source_specs = self._build_source_specs(plugins, train)
         check_task_counts(self.ledger, source_specs)
         await self._check_environments(train, evals)
         self.core = await self._open_core(plugins, source_specs, train)
-        self.sources = {**train, **{f"eval/{name}": source for name, source in evals.items()}}
+        self.sources = self.connections.sources
         self.core.patience.warning_groups = self.patience_settings.warning_groups
         self.core.patience.restore(self.ledger, config.orchestrator.patience)
         self.first_step, self.next_step_to_report = self.core.ledger_progress.committed, self.core.admission.next_step
@@ -147,7 +133,7 @@ class RunContext:
             get_limit=lambda: self.limiter.limit,
             on_group_scored=self.progress.record_group,
             on_failure=self.progress.record_failure,
-            reference_scorer=ReferenceScorer(score_models),
+            reference_scorer=ReferenceScorer(self.connections.score_models),
         )
         self.evaluator = OnlineEvaluator(
             {source.source_name: (source, evals[source.source_name]) for source in config.eval},
@@ -171,6 +157,7 @@ class RunContext:
         # A new run samples from the initial weights; a resumed run waits for those of its trainer.
         if self.first_step == 0 and all(version.step == 0 for version in self.client.versions.values()):
             self.dispatcher.weights_ready.set()
+            self.evaluator.queue_due_sources(0)
         self.progress.mark_sampling_started()
 
     async def _open_replicator(self) -> HeadReplicator | None:
@@ -186,76 +173,6 @@ class RunContext:
         await replicator.replicate()
         self.ledger.replicate = replicator.replicate
         return replicator
-
-    async def _connect_score_models(self, stack: AsyncExitStack, timeout: float) -> dict[str, ScoreModel]:
-        """Check the models that score or sample rollouts, and return those that score, by source.
-
-        Raises what `connect_model` raises.
-        """
-        sources, models = self.config.train, self.config.all_models
-        score_names = {source.source_name: source.score_model for source in sources if source.score_model in models}
-        sampler_names = [source.sampler_model for source in sources if source.sampler_model]
-        scorers: dict[str, ScoreModel] = {}
-        for name in dict.fromkeys([*score_names.values(), *sampler_names]):
-            model_dir, is_scorer = resolve_model_path(self.config.model.name), name in score_names.values()
-            top_k = max([source.top_k for source in sources if source.score_model == name], default=0)
-            what = f"models.{name} at {', '.join(models[name].base_url)}"
-            async with self._startup_report.waiting_for(what, timeout):
-                self.model_clients[name] = client = await connect_model(
-                    name,
-                    models[name],
-                    model_dir,
-                    stack,
-                    address_book=self.address_book,
-                    timeout=timeout,
-                    must_score=is_scorer,
-                    top_k=top_k,
-                )
-            scorers[name] = ScoreModel(name, client, timeout)
-        return {source: scorers[name] for source, name in score_names.items()}
-
-    async def _connect_source(
-        self, kind: str, source: TrainSourceConfig | EvalSourceConfig, stack: AsyncExitStack
-    ) -> ConnectedSource:
-        """Connect to the env servers of a source, at the addresses of the address book if it has them."""
-        name, timeout = source.source_name, self.config.launch.startup_timeout
-        origin = name if kind == "train" else f"{kind}/{name}"
-        servers = EnvServerPool(
-            name,
-            source.addresses,
-            self.config.secret,
-            start_timeout=timeout,
-            get_update=lambda: self._build_address_update(source),
-            on_lost=lambda failure: self._on_env_server_lost(origin, failure),
-        )
-        self.address_book.subscribe(get_env_key(kind, name), servers.set_addresses)
-        async with self._startup_report.waiting_for(f"the env servers of {origin}", timeout):
-            await stack.enter_async_context(servers)
-        async with self._startup_report.waiting_for(f"the tasks of {origin}"):
-            return await build_connected_source(source, servers)
-
-    def _build_address_update(self, source: TrainSourceConfig | EvalSourceConfig) -> AddressUpdate | None:
-        """Return what the env servers of a source must know of the address book; None if the run has none.
-
-        An engine is listed once it serves the weights of the others.
-        """
-        addresses = self.address_book.addresses
-        if addresses is None:
-            return None
-        models = {name: addresses[key] for name in self.config.models if (key := get_model_key(name)) in addresses}
-        sampler_model = source.sampler_model if isinstance(source, TrainSourceConfig) else None
-        if source.endpoint is not None:
-            return AddressUpdate(None, models)
-        return AddressUpdate(self.client.joined_urls if sampler_model is None else models.get(sampler_model), models)
-
-    def get_watched_services(self) -> dict[str, AddressBook | InferenceClient | EnvServerPool]:
-        """Return everything that watches servers or files in tasks of its own, by name."""
-        return {
-            "addresses": self.address_book,
-            "engines": self.client,
-            **{f"model {name}": client for name, client in self.model_clients.items()},
-            **{f"env servers of {name}": source.servers for name, source in self.sources.items()},
-        }
 
     def _get_run_id(self) -> str:
         """Return the id that distinguishes this run from all others, whatever their directories are called."""
@@ -335,8 +252,7 @@ class RunContext:
         self.progress.record_metrics(version.step, {"time/swap": seconds})
         self.dispatcher.weights_ready.set()
         self.dispatcher.wake()
-        if names := self.evaluator.get_due_sources(version.step):
-            self.eval_queue.put_nowait((version.step, names))
+        self.evaluator.queue_due_sources(version.step)
 
     def _on_eval_done(self, step: int, values: dict[str, float]) -> None:
         self.progress.evals |= {name: EvalMetric(step, value) for name, value in values.items()}

@@ -16,8 +16,8 @@ from ramify.core.errors import EnvironmentChanged, PeerLost
 from ramify.launch.completion import prepare_run_directory
 from ramify.orchestrate.address_book import write_addresses
 from ramify.orchestrate.background import measure_env_servers
+from ramify.orchestrate.components import RunComponents
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.run_context import RunContext
 from ramify.orchestrate.startup_report import StartupReport
 from ramify.orchestrate.status import build_state, list_waits
 from ramify.rollout.envserver import EnvServer, EnvServerConfig
@@ -102,7 +102,7 @@ class ChangingRun:
         async with self.server() as server, AsyncExitStack() as stack:
             config = self.config(server.address)
             assert prepare_run_directory(config, accept_changes=accept) is None
-            run = RunContext(config)
+            run = RunComponents(config)
             await run.open(stack)
             before = len(run.store.rollouts())
             sampling = asyncio.create_task(run.dispatcher.run())
@@ -144,7 +144,7 @@ async def test_environment_changes_are_named_and_refused_unless_accepted(changin
 
 async def test_worker_that_loads_changed_code_is_refused(changing_run):
     async with changing_run.server() as server, AsyncExitStack() as stack:
-        run = RunContext(changing_run.config(server.address))
+        run = RunComponents(changing_run.config(server.address))
         await run.open(stack)
         changing_run.write_environment(weight=0.5)
         for worker in server.pool.workers.values():
@@ -159,7 +159,7 @@ async def test_server_restarted_with_changed_code_gets_no_rollout(changing_run):
     """The orchestrator keeps running and compares nothing, but every request has the digest of its environment."""
     async with AsyncExitStack() as stack:
         async with StubEnvServer(address=reserve_address()) as server:
-            run = RunContext(changing_run.config(server.address))
+            run = RunComponents(changing_run.config(server.address))
             await run.open(stack)
         async with await restart_at(server.address, "changed", environment="other") as changed:
             with pytest.raises(BaseExceptionGroup) as ended:
@@ -190,7 +190,7 @@ async def test_wait_for_a_teacher_is_reported(tmp_path, engine, capsys):
         )
 
     async with AsyncExitStack() as stack:
-        opening = asyncio.create_task(RunContext(config, report_interval=0.05).open(stack))
+        opening = asyncio.create_task(RunComponents(config, report_interval=0.05).open(stack))
         await wait_until(is_reported, "a report")
         await cancel_all([opening])
     assert capsys.readouterr().out.count("waiting for models.teacher at http://127.0.0.1:9: ") == 1
@@ -223,7 +223,7 @@ async def test_wait_for_tasks_is_reported_until_they_are_loaded(changing_run):
             state = OrchestratorState.read(config.path)
             return state is not None and state.startup_wait == "the orchestrator waits for the tasks of words"
 
-        opening = asyncio.create_task(RunContext(config, report_interval=0.05).open(stack))
+        opening = asyncio.create_task(RunComponents(config, report_interval=0.05).open(stack))
         await wait_until(is_reported, "a report")
         server.may_list.set()
         await opening
@@ -234,7 +234,7 @@ def start_engine(stack: contextlib.ExitStack) -> ScriptedEngine:
     return stack.enter_context(run_engine(ScriptedEngine(reply_cba, version=PolicyVersion("tiny"), delay=0.05)))
 
 
-async def move_everything(run: RunContext, moving_run: ChangingRun, new_engine: ScriptedEngine) -> None:
+async def move_everything(run: RunComponents, moving_run: ChangingRun, new_engine: ScriptedEngine) -> None:
     """Let the run sample, with each process at a new address than before."""
 
     async def sample_more(what: str) -> None:
@@ -249,7 +249,7 @@ async def move_everything(run: RunContext, moving_run: ChangingRun, new_engine: 
         await wait_until(lambda: len(run.sources["words"].servers.up_servers) == 2, "the second env server")
         await wait_until(lambda: list(run.client.versions) == [new_engine.url], "the new engine")
         await wait_until(lambda: len(new_engine.requests) >= 4, "rollouts on the new engine")
-        metrics, servers = measure_env_servers(run), run.sources["words"].servers.servers
+        metrics, servers = measure_env_servers(run.sources), run.sources["words"].servers.servers
         assert metrics.keys() == {f"env_servers/words/127.0.0.1/{name}" for name in ("in_flight", "done", "lost")}
         assert metrics["env_servers/words/127.0.0.1/done"] == sum(server.num_done for server in servers)
         write_addresses(run.config.path, {"env/train/words": [second_server.address]})
@@ -271,7 +271,7 @@ async def test_run_follows_its_processes_to_new_addresses(tmp_path):
         async with moving_run.server() as first_server, AsyncExitStack() as stack:
             config = moving_run.config(first_server.address)
             unbounded = config.orchestrator.model_copy(update={"max_staleness": 400, "max_concurrency": 2})
-            run = RunContext(config.model_copy(update={"orchestrator": unbounded}))
+            run = RunComponents(config.model_copy(update={"orchestrator": unbounded}))
             await run.open(stack)
             sampling = asyncio.create_task(run.dispatcher.run())
             try:
