@@ -2,7 +2,7 @@
 
 import httpx
 
-from ramify.orchestrate.status_server import build_status_server
+from ramify.orchestrate.status import build_status_server
 
 
 async def test_web_page_cannot_stop_a_run():

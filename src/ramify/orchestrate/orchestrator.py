@@ -19,7 +19,6 @@ from ramify.orchestrate.background import ShowSamples
 from ramify.orchestrate.components import LogMetrics, RunComponents
 from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
 from ramify.orchestrate.patience import DEFAULT_PATIENCE, PatienceSettings
-from ramify.orchestrate.status_server import StatusHandler, build_status_server
 from ramify.processes.wire import WireServer
 
 # The traces of groups in flight are many objects that live for seconds. With Python's thresholds, a sixth of the time
@@ -104,13 +103,13 @@ class Orchestrator:
         address, handlers = config.orchestrator.address, run.trainer_service.handlers
         trainer_server = WireServer(handlers, address, secret=config.secret, name="orchestrator")
         await stack.enter_async_context(trainer_server)
-        status_handlers: dict[str, StatusHandler] = {
+        status_handlers: dict[str, status.StatusHandler] = {
             "/health": lambda _: {"ok": True},
             "/status": lambda _: status.build_state(run),
             "/metrics": lambda request: status.query_metrics(run, request.query_params.get("name", "*")),
         }
         address, hosts = config.orchestrator.status_address, config.orchestrator.allowed_hosts
-        status_server = build_status_server(address, status_handlers, self.request_stop, allowed_hosts=hosts)
+        status_server = status.build_status_server(address, status_handlers, self.request_stop, allowed_hosts=hosts)
         await stack.enter_async_context(status_server)
         if self._on_status_address is not None:
             self._on_status_address(status_server.address)
