@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -96,14 +96,13 @@ def _record_leases(hanging: Path, local: Path) -> Steps:
 def _remove_leases(hanging: Path, local: Path) -> Steps:
     from ramify.launch.head import prepare_head
     from ramify.launch.head_leases import hold_leases
-    from ramify.launch.process import ProcessState
-    from ramify.launch.run_record import RunRecord
-    from ramify.launch.supervisor import ProcessStatus
+    from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 
     config = _build_config(local, hanging)
     prepare_head(config)
     with hold_leases(config.path, config.shared_path, 0, [_build_leased_spec(local)], _build_launcher()):
-        RunRecord(config.path, "").write([ProcessStatus("engine", ProcessState.ENDED, 1, 0, 0.0, token="0.0")])
+        ended = ProcessStatus("engine", ProcessState.ENDED, 1, 0, 0.0, token="0.0")
+        SupervisorState.begin(config.path, "").with_processes([ended]).write(config.path)
         yield
 
 
@@ -391,11 +390,16 @@ def _build_leased_spec(local: Path) -> ProcessSpec:
 def _supervise(run: Path, local: Path, code: str) -> None:
     """Supervise a leader whose log is local, while its status is recorded in `run`."""
     from ramify.launch.process import ProcessRole, ProcessSpec
-    from ramify.launch.run_record import RunRecord
     from ramify.launch.supervisor import Supervisor
+    from ramify.run.state import ProcessStatus, SupervisorState
 
     spec = ProcessSpec("leader", (sys.executable, "-c", code), local / "leader.log", ProcessRole.LEADER)
-    supervisor = partial(Supervisor, [spec], max_restarts=1, grace_period=1.0, on_change=RunRecord(run, "").write)
+    state = SupervisorState.begin(run, "")
+
+    def record_statuses(processes: Sequence[ProcessStatus]) -> None:
+        state.with_processes(processes).write(run)
+
+    supervisor = partial(Supervisor, [spec], max_restarts=1, grace_period=1.0, on_change=record_statuses)
 
     async def supervise() -> None:
         print("outcome", (await supervisor().run()).name)
