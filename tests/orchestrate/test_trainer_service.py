@@ -50,7 +50,7 @@ async def test_failed_saves_are_recorded_once_each(ledger):
             await client.call("unsaved", WireMessage.encode(request), timeout=10)
     progress = service._progress
     assert progress.failure_counts == {"StorageFull": 2}
-    assert [failure["message"] for failure in progress.recent_failures] == ["step 1: no room", "step 2: no room"]
+    assert [failure.message for failure in progress.recent_failures] == ["step 1: no room", "step 2: no room"]
 
 
 async def test_trainers_that_register_at_once_get_different_tokens(ledger):
