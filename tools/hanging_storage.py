@@ -2,7 +2,7 @@
 
 Each row is a process. It prepares its files on a file system of its own (`stoppable_storage`), whose server is then
 stopped, and makes one call. `run` is the run's own directory, `shared` the directory that all nodes reach. With
-`--scale 30` the limits are 30 times shorter than those of a run. Root and /dev/fuse are needed.
+`--scale 30` the limits are 30 times shorter than in a run. Root and /dev/fuse are needed.
 """
 
 from __future__ import annotations

@@ -138,10 +138,10 @@ class _Server:
     def _encode_stat(self, fd: int) -> bytes:
         info = os.fstat(fd)
         times = [info.st_atime_ns, info.st_mtime_ns, info.st_ctime_ns]
-        whole = [nanoseconds // 10**9 for nanoseconds in times]
-        parts = [nanoseconds % 10**9 for nanoseconds in times]
+        seconds = [nanoseconds // 10**9 for nanoseconds in times]
+        fractions = [nanoseconds % 10**9 for nanoseconds in times]
         owner = (info.st_mode, info.st_nlink, info.st_uid, info.st_gid, 0, 4096, 0)
-        return ATTRIBUTES.pack(info.st_ino, info.st_size, info.st_blocks, *whole, *parts, *owner)
+        return ATTRIBUTES.pack(info.st_ino, info.st_size, info.st_blocks, *seconds, *fractions, *owner)
 
     def _encode_attributes(self, fd: int) -> bytes:
         return struct.pack("=QII", 0, 0, 0) + self._encode_stat(fd)

@@ -48,7 +48,7 @@ class ConfigCall(Generic[C]):
 def run_config_command(name: str, argv: Sequence[str], *, owns_process: bool) -> int:
     """Parse the arguments of a command and run it, and return its exit code.
 
-    Its name and arguments are those of the table; `owns_process` is false for a call from Python.
+    `name` is its name in the table of commands; `owns_process` is false for a call from Python.
     """
     command = COMMANDS[name]
     assert isinstance(command, ConfigCommand)

@@ -60,7 +60,7 @@ def _list_nodes(config: RunConfig, assumed_gpus: str | None) -> tuple[list[Clust
     """Return the nodes that a run is planned for, and where they come from unless they are this machine.
 
     These are this machine or one that is assumed; with a launcher, the nodes of the Ray cluster or, if none answers,
-    those of `[cluster.node]`.
+    the nodes that `[cluster.node]` describes.
     """
     cluster = config.cluster
     if assumed_gpus is not None:

@@ -160,7 +160,7 @@ class ProcessSlot(Protocol):
 class ProcessRole(Enum):
     """What the exit of a process means for the run."""
 
-    LEADER = "leader"  # its exit code is that of the run
+    LEADER = "leader"  # the run ends with its exit code
     FOLLOWER = "follower"  # exit code 0: its work is done
     SERVICE = "service"  # it should not exit before the run ends
 
@@ -175,7 +175,7 @@ class ProcessSpec:
     log: Path
     role: ProcessRole = ProcessRole.SERVICE
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables in addition to those of the supervisor."""
+    """Environment variables, added to the supervisor's environment."""
     address: str = ""
     """Address at which it answers when it is ready (`http://...`, `tcp://...`); without one, it is ready at once."""
     ready_timeout: float = 600.0

@@ -30,7 +30,7 @@ class LocalLauncher:
     """Starts processes on this machine. Config files go to `directory` or, without one, to a temporary one.
 
     A process keeps its port until `close`, so that its address is the same after a restart; a gang gets new ones, so
-    that its ranks do not meet those of the last start. Two or more processes that preload modules are forked from a
+    that its ranks do not meet ranks of the last start. Two or more processes that preload modules are forked from a
     server that has imported them. A process that is stopped gets SIGKILL `stop_timeout` seconds after SIGTERM.
     """
 
@@ -100,7 +100,7 @@ class LocalSlot:
     """The place of one execution of a process on this machine.
 
     `reservation` holds its port, and is closed by its owner. `directory` is for its files; without one, a temporary one
-    is created on first use. `gpus` are the GPUs that it sees; None: those of this process. `ChildProcess`
+    is created on first use. `gpus` are the GPUs that it sees; None: all that this process sees. `ChildProcess`
     gets the other options.
     """
 

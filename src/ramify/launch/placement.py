@@ -40,7 +40,7 @@ class ProcessDemand:
     gpu_memory: int = 0
     """Bytes of the memory of each GPU."""
     gpu_group: str = ""
-    """Processes of the same group have GPUs of their own; those of different groups may share one."""
+    """Processes of the same group have GPUs of their own; processes of different groups may share one."""
     num_ranks: int = 1
     """More than one: a gang, whose ranks are all placed or none."""
     allowed_nodes: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ def _compute_part(path: Path, start: int) -> int:
 
 
 def _append_bytes(crc: int, count: int) -> int:
-    """Return what the CRC of a text contributes to that of the text and `count` more bytes."""
+    """Return what the CRC of a text contributes to the CRC of the text and `count` more bytes."""
     return _apply(_power_of_byte(count), crc)
 
 

@@ -47,7 +47,7 @@ def build_trainer(
 
     `total_steps` is the length of the run, for schedules that need it; `seed` initializes adapters. Set `flat` if no
     batch shares prefixes. `media` is the directory of the run's images, for batches that refer to them by hash;
-    `checkpoints` is that of its checkpoints, whose format of moments `optim.moments = "auto"` continues.
+    `checkpoints` is the directory of its checkpoints, whose format of moments `optim.moments = "auto"` continues.
     `token_stats`, if given, gets logprob and entropy of every trained token. `log` receives lines on layout, experts,
     dtype and operators.
     """
@@ -132,7 +132,7 @@ class MomentsChoice:
 
 
 def choose_moments(policy: PolicyModel, config: TrainerConfig, ranks: Ranks, saved: str | None) -> MomentsChoice:
-    """Choose the format of AdamW's moments; `saved` is that of the run's checkpoints, None if there are none.
+    """Choose the format of AdamW's moments; `saved` is the format in the run's checkpoints, if there are any.
 
     Raises ConfigInvalid if several ranks are to have moments in 8 bits: their shards would not be blocks.
     """

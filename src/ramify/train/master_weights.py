@@ -2,8 +2,9 @@
 
 A master weight is split in two halves of 16 bits: the model's parameter, which is the float32 rounded to bfloat16 with
 ties away from zero, and a signed remainder. Together they are the bits of the float32, so there is neither a second
-copy of the weights nor a cast. Gradients are collected per parameter as the backward pass produces them. Those of a
-single pack stay in bfloat16; those of several are added in float32, so that small contributions are not rounded away.
+copy of the weights nor a cast. Gradients are collected per parameter as the backward pass produces them. The
+gradients of a single pack stay in bfloat16; gradients of several packs are added in float32, so that small
+contributions are not rounded away.
 
 In float32, and under FSDP, which keeps its own master weights, the master weights are the model's parameters.
 """
@@ -46,7 +47,7 @@ def round_to_bfloat16(values: Tensor) -> Tensor:
 class MasterWeights:
     """The trained weights of a module in float32, and their gradients.
 
-    `dtype` is that of the computation. In bfloat16 the module's parameters become the upper halves of the weights.
+    The module computes in `dtype`. In bfloat16 the module's parameters become the upper halves of the weights.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:

@@ -21,7 +21,7 @@ MIN_SCALE = 1e-30  # blocks of smaller first moments are stored as 0
 
 
 def is_inside_layers(name: str, value: Tensor) -> bool:
-    """Return whether a parameter is a matrix inside the layers, or a stack of matrices such as those of experts."""
+    """Return whether a parameter is a matrix inside the layers, or a stack of matrices, as experts have."""
     return value.ndim >= 2 and not any(part in name for part in OUTER_MATRIX_NAMES)
 
 

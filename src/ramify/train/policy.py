@@ -173,7 +173,7 @@ def load_policy(
     """Load a model to train.
 
     `model` is a packaged model, a directory, or a Hugging Face id; `rl_loss` is what `forward` computes for entries of
-    the policy gradient; `device` is by default a GPU if there is one; `dtype` is that of the computation (weights are
+    the policy gradient; `device` is by default a GPU if there is one; the model computes in `dtype` (weights are
     loaded in bfloat16 only if they are stored in it, so that `MasterWeights` gets them as they are);
     `activation_checkpointing` saves memory and costs time.
 

@@ -203,8 +203,8 @@ def iter_merged_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the full weights by their names in the base model, with adapters merged.
 
     They are the tensors that the model computes with, so that engines compute with the same. The product of adapters is
-    that of their master weights. Every rank must iterate to the end, because a sharded weight is gathered when it is
-    reached.
+    computed from their master weights. Every rank must iterate to the end, because a sharded weight is gathered when
+    it is reached.
     """
     masters = trainer.master_weights
     adapters = {

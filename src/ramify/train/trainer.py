@@ -35,7 +35,7 @@ POLL_INTERVAL = 1e-4  # seconds between two checks of whether it has
 class Trainer:
     """A policy with its master weights and its optimizer.
 
-    `total_steps` is the length of the run, for schedules that need it; `dtype` is that of the computation; `merge_sums`
+    `total_steps` is the length of the run, for schedules that need it; the policy computes in `dtype`; `merge_sums`
     adds up the metric sums of all `num_ranks` ranks; `load_image` returns the processed image of a media entry.
     `token_stats`, if given, gets logprob and entropy of every trained token.
     """

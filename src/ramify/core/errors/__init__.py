@@ -269,7 +269,7 @@ class ConfigInvalid(PermanentFailure):
 
 
 class EnvironmentChanged(ConfigInvalid):
-    """The code, configuration or tasks of an environment differ from those of the run's stored rollouts.
+    """The code, configuration or tasks of an environment have changed since the run's stored rollouts.
 
     The message lists what differs: restore it, start a new run with `--fresh`, or resume with `--accept-changes`.
     `ramify replay RUN` scores the stored rollouts of an eval again with the new version.
@@ -482,7 +482,7 @@ def _cause_chain(exc: BaseException) -> list[BaseException]:
 
 def _convert(exc: BaseException, cause: Failure | None) -> Failure:
     if isinstance(exc, RamifyError):
-        # The traceback of the original raise is more useful than that of raising a received failure again.
+        # The original traceback is more useful than the traceback of raising a received failure again.
         text = exc.remote_traceback or _format_traceback(exc)
         return Failure(exc.name, safe_message(exc), exc.blame, exc.retryable, text, cause, exc.details)
     name = f"{type(exc).__module__}.{type(exc).__qualname__}"

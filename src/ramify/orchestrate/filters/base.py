@@ -99,7 +99,7 @@ class GibberishConfig(FilterConfig):
     token_id_threshold: int = Field(default=100_000, ge=0)
     """Token ids above this count as rare: tokenizers number tokens in the order of their merges."""
     logprob_offset: float = Field(default=2.0, ge=0)
-    """How far the logprob must be below that of a uniform guess, in nats."""
+    """How far the logprob must be below the logprob of a uniform guess, in nats."""
 
 
 class Gibberish(Filter):

@@ -42,7 +42,7 @@ from ramify.trace import Trace
 
 # Group rewards: rewards that compare all repetitions of a task.
 #
-# They run after the last rollout, over all valid traces of a task, including those of earlier starts. A group that has
+# They run after the last rollout, over all valid traces of a task, including traces of earlier starts. A group that has
 # grown is scored again.
 
 

@@ -154,6 +154,6 @@ class BashHarness(ChatHarness):
         user: User | None,
         stop_hooks: Sequence[Hook],
     ) -> str:
-        """Run the chat loop with the tools of this harness and those of the taskset."""
+        """Run the chat loop with the tools of this harness and of the taskset."""
         all_tools = ToolSet([*self._tools.tools, *tools.tools])
         return await super().run(context, session, all_tools, user, stop_hooks)

@@ -10,7 +10,7 @@ from ramify.env.runtime import Capabilities, Capability
 from ramify.rollout.runtime.config import ContainerRuntimeConfig
 from ramify.rollout.runtime.container_engine import ContainerEngine, get_engine_info
 
-# The seccomp profile of containers: that of podman, without the sockets that lead out of a container's network.
+# The seccomp profile of containers: podman's, without the sockets that lead out of a container's network.
 #
 # A socket of the family AF_VSOCK reaches the host of a virtual machine whatever network a container has. Docker
 # refuses it from version 23 on; podman's own profile does not, so containers get a copy of that profile which allows

@@ -35,7 +35,7 @@ class ContentParser:
         self._known: dict[str, Media] = {}
 
     def parse(self, content: Any, row_images: Iterator[Any], media: dict[str, Media]) -> str | tuple[ContentPart, ...]:
-        """Parse a content and add its images to `media`; `row_images` are those of the row that are not used yet.
+        """Parse a content and add its images to `media`; `row_images` are the row's images that are not used yet.
 
         Raises RequestInvalid or ImageInvalid.
         """

@@ -103,7 +103,7 @@ class VerifiersEnvironment(ABC):
     - `generation`: "v0" or "v1".
     - `weights`: the weights of its rewards by name; 0 for metrics.
     - `scores_groups`: whether its rewards see all attempts at a task.
-    - `ignored_sampling`: its own sampling parameters, which those of the source replace.
+    - `ignored_sampling`: its own sampling parameters, which the source's parameters replace.
     """
 
     generation: ClassVar[str]

@@ -1,7 +1,7 @@
 """Operators in C for CPUs, and their PyTorch wrappers.
 
 `build_cpu_ops` is the entry point. Every implementation subclasses `ramify.model.kernels.decoder_ops.DecoderOps`, the
-plain PyTorch reference, and is used only after its logits were compared with those of the model itself. C sources are
+plain PyTorch reference, and is used only after its logits were compared with the model's own logits. C sources are
 compiled when a model is loaded; if that is impossible, `CLibraryUnavailable` says why and PyTorch does the work.
 """
 
