@@ -54,7 +54,8 @@ class Rae(Algorithm):
 # MaxRL: maximize the log-likelihood of success instead of its expectation (Tajwar et al. 2026, 2602.02710).
 #
 # The gradient of log p is the gradient of p divided by p. Dividing by the group's mean reward estimates it, so a task
-# that is rarely solved counts more; with n attempts the first n terms of log p are maximized. Rewards should be from 0 to 1.
+# that is rarely solved counts more; with n attempts the first n terms of log p are maximized. Rewards should be from
+# 0 to 1.
 
 
 class MaxRl(Algorithm):
