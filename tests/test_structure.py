@@ -9,6 +9,7 @@ from tools.structure import (
     build_graph,
     count_floors,
     find_circles,
+    find_eager_kernel_imports,
     find_heavy_imports,
     find_imports,
     find_missing_parts,
@@ -124,6 +125,18 @@ def test_torch_outside_the_packages_that_run_models_is_found():
     first, second = find_heavy_imports(modules, {name: find_part(name, modules) for name in modules})
     assert first.startswith("ramify.run.store.index:2: only infer, model,") and first.endswith("may import torch.nn")
     assert second.startswith("ramify.model.render.base:2:")
+
+
+def test_kernels_that_load_with_a_module_of_every_machine_are_found():
+    sources = {
+        "model__kernels": "import triton",
+        "model__other_kernels": "import triton\nfrom ramify.model.kernels import f",
+        "model__attention": "from ramify.model.kernels import f",
+        "model__decoder": "def f():\n    from ramify.model.kernels import f",
+    }
+    trees = {f"ramify.{name.replace('__', '.')}": ast.parse(text) for name, text in sources.items()}
+    (problem,) = find_eager_kernel_imports(trees, imports_of(**sources)[0])
+    assert problem == "ramify.model.attention:1: ramify.model.kernels needs Triton; import it where it is used"
 
 
 def test_a_public_class_name_that_is_used_twice_is_found():

@@ -1,7 +1,7 @@
 """Check the structure of the package: `python -m tools.structure` lists what breaks a rule and exits with 1.
 
 A room is a package or module directly below `src/ramify`; `__main__` is not one. The parts of a room are the packages
-directly below it, and its own modules together. Four rules are checked on the source, without importing it:
+directly below it, and its own modules together. Five rules are checked on the source, without importing it:
 
 - Layers: the table in `docs/architecture.md` lists the rooms from the bottom up, and beside each room its parts from
   the bottom up. A room or part may import those before it; the modules of one part may import each other. Imports
@@ -9,6 +9,7 @@ directly below it, and its own modules together. Four rules are checked on the s
 - Circles: no rooms, parts, packages or modules import each other in a circle. A package is here what it holds itself,
   without the packages below it.
 - Heavy libraries: only the parts that run models import torch and what is built on it.
+- Triton: only a torch for CUDA brings it, so a module of kernels is imported inside functions, or by other kernels.
 - Class names: a public class has a name of its own in the whole project, so that searching for it finds one thing.
 
 Public names that a package loads when they are first used are listed in its `__init__.pyi`; importing one counts as an
@@ -57,6 +58,7 @@ def main(root: Path = ROOT) -> int:
         *upward,
         *sorted(circles),
         *find_heavy_imports(trees, parts),
+        *find_eager_kernel_imports(trees, imports),
         *find_repeated_classes(trees),
     ]
     for problem in problems:
@@ -198,15 +200,25 @@ def find_heavy_imports(trees: Mapping[str, ast.Module], parts: Mapping[str, str]
         if parts[module] in HEAVY_PARTS:
             continue
         for node in walk_statements(tree):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module or ""]
-            else:
-                continue
-            for name in names:
+            for name in _imported_names(node):
                 if name.split(".")[0] in HEAVY_LIBRARIES:
                     yield f"{module}:{node.lineno}: only {', '.join(sorted(HEAVY_PARTS))} may import {name}"
+
+
+def find_eager_kernel_imports(trees: Mapping[str, ast.Module], imports: Sequence[Import]) -> Iterator[str]:
+    """Yield each import that loads Triton as soon as a module is imported that is not a module of kernels itself."""
+    kernels = {module for module, tree in trees.items() if any("triton" in _imported_names(node) for node in tree.body)}
+    for item in imports:
+        is_eager = any(node.lineno == item.line for node in trees[item.importer].body)
+        if is_eager and item.imported in kernels and item.importer not in kernels:
+            yield f"{item.importer}:{item.line}: {item.imported} needs Triton; import it where it is used"
+
+
+def _imported_names(node: ast.stmt) -> list[str]:
+    """Return the modules that an import statement names; none for other statements."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
 
 
 def find_repeated_classes(trees: Mapping[str, ast.Module]) -> Iterator[str]:

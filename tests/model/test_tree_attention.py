@@ -12,7 +12,12 @@ from transformers import AutoConfig, LlamaConfig, MistralConfig
 
 from ramify.core.errors import ModelUnsupported
 from ramify.model.kernels.cpu.tree_attention import CpuTreeAttention, split_attention
-from ramify.model.kernels.cuda.tree_attention import LENGTH_MULTIPLE, MIN_CHAIN_TOKENS, ChainLengths, causal_attention
+from ramify.model.kernels.cuda.causal_attention import (
+    LENGTH_MULTIPLE,
+    MIN_CHAIN_TOKENS,
+    ChainLengths,
+    causal_attention,
+)
 from ramify.model.pack_layout import PackLayout, choose_pack_layout
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask, block_sparse_attention
 from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest

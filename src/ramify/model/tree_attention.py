@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from ramify.model.device_copy import copy_to_device
 from ramify.model.kernels.cpu.tree_attention import CpuTreeAttention, PartialAttention, split_attention
-from ramify.model.kernels.cuda.tree_attention import ChainLengths, causal_attention
+from ramify.model.kernels.cuda.causal_attention import ChainLengths, causal_attention
 from ramify.model.kernels.paged_attention import reject_unsupported_arguments, unsupported_attention
 from ramify.trace.columns import Int32Array
 
