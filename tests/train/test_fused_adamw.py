@@ -10,7 +10,7 @@ from torch import nn
 from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
 from ramify.train.config import OptimConfig
 from ramify.train.master_weights import MasterWeights, round_to_bfloat16
-from ramify.train.moments import dequantize_moments
+from ramify.train.moments import FIRST_LEVELS, dequantize_moments
 from ramify.train.optim import OptimizersContainer
 from tests.support.training import CONFIGS, build_policy, copy_weights
 from tests.train.test_trainer import build_forests
@@ -19,7 +19,6 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "max_grad_norm": 1.0}
 SHAPES = {"aligned": (64, 64), "odd": (37, 129), "late": (5, 7), "unused": (3, 3), "bias": (2051,), "one": (1,)}
-MOMENT_TOLERANCE = 2e-3  # of moments in 8 bits, of which a few may be rounded to the next code
 TOLERANCE = 2e-5  # torch rounds 0.999 to float32 before it computes 1 - 0.999, the kernel after
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and not IS_INTERPRETED, reason="the kernel runs on a GPU or in the interpreter"
@@ -74,10 +73,19 @@ class OptimizerPair:
         actual, expected = self.tensors()
         assert actual.keys() == expected.keys()
         for name, value in expected.items():
-            tolerance = MOMENT_TOLERANCE if self.is_quantized and "/" in name else TOLERANCE
-            assert (actual[name] - value).norm() <= tolerance * value.norm(), name
+            if self.is_quantized and name.endswith(("exp_avg", "exp_avg_sq")):
+                self._check_quantized(actual[name], value, name)
+            else:
+                assert (actual[name] - value).norm() <= TOLERANCE * value.norm(), name
         for name, parameter in self.module.named_parameters():
             assert torch.equal(parameter, round_to_bfloat16(actual[name])), name
+
+    def _check_quantized(self, actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+        """A last bit decides between two codes of 8 bits, so one value in a hundred may be off by one code."""
+        errors, largest = (actual - expected).abs(), expected.abs().max()
+        is_other_code = errors > TOLERANCE * largest
+        assert is_other_code.sum() <= 1 + errors.numel() // 100, name
+        assert errors.max() <= 2.5 / FIRST_LEVELS * largest, name
 
 
 def _named_tensors(masters: MasterWeights, container: OptimizersContainer) -> dict[str, torch.Tensor]:
@@ -132,11 +140,14 @@ def test_a_trainer_updates_alike_with_and_without_the_fused_optimizer(pack_token
     before, batch = copy_weights(fused), Batch.from_packs(0, pack_forests(build_forests(), pack_tokens))
     for trainer in (fused, plain):
         trainer.forward_backward(batch)
+    gradients = [list(trainer.master_weights.gradients().values()) for trainer in (fused, plain)]
+    for gradient, other in zip(*gradients, strict=True):
+        other.copy_(gradient)  # a GPU adds in any order, and Adam's first step is the sign of even a tiny gradient
     norms = [float(trainer.optimizer_step(0)[0]) for trainer in (fused, plain)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     for name, value in copy_weights(fused).items():
         expected = copy_weights(plain)[name]
-        assert (value - expected).norm() <= 0.05 * (expected - before[name]).norm(), name  # a GPU adds in any order
+        assert (value - expected).norm() <= 1e-3 * (expected - before[name]).norm(), name
         assert torch.equal(dict(fused.policy.named_parameters())[name].cpu(), round_to_bfloat16(value)), name
     assert not fused.master_weights.gradients()
     assert not fused.step(Batch.from_packs(1, batch.packs)).skipped
