@@ -233,8 +233,9 @@ def _run_as_rank(rank: int, world_size: int, port: int, gang: str | None, target
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "CUDA_VISIBLE_DEVICES": "",  # NCCL does not run two ranks on one GPU
     }
+    if world_size > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # NCCL does not run two ranks on one GPU
     target(*args)
 
 

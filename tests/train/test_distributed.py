@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ramify.train.batch import split_across_ranks
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.config import TrainerConfig
-from ramify.train.distributed import Ranks, init_distributed
+from ramify.train.distributed import Ranks, apply_fsdp, init_distributed
+from ramify.train.policy import load_policy
 from ramify.train.publisher import WeightPublisher, iter_merged_weights
+from ramify.train.trainer import Trainer
 from tests.support.runs import FULL
 from tests.support.trainer import run_ranks
 from tests.support.training import CONFIGS, SINGLE_RANK, build_model, random_batches
@@ -73,3 +76,24 @@ def test_two_ranks_equal_one_rank_and_one_rank_resumes_their_checkpoint(shape, t
     resumed = run_steps(restored, SINGLE_RANK, SAVED_STEP, STEPS)
     for actual, expected in zip(resumed, two_ranks[SAVED_STEP:], strict=True):
         assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def train_over_nccl(model: Path, directory: Path) -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", 0))
+    ranks, config = Ranks(torch.device("cuda", 0)), TrainerConfig.model_validate(CONFIG)
+    policy = load_policy(model, device="cpu")
+    apply_fsdp(policy, ranks, torch.float32)
+    steps = run_steps(Trainer(policy, config), ranks, 0, STEPS)
+    (directory / "steps.json").write_text(json.dumps(steps))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
+def test_a_sharded_rank_over_nccl_equals_a_rank_without_shards(tmp_path):
+    model = tmp_path / "model"
+    build_model(CONFIGS["llama"], "eager").save_pretrained(model)
+    run_ranks(1, train_over_nccl, model, tmp_path)
+    sharded = json.loads((tmp_path / "steps.json").read_text())
+    trainer = build_trainer(model, TrainerConfig.model_validate(CONFIG), SINGLE_RANK)
+    for actual, expected in zip(sharded, run_steps(trainer, SINGLE_RANK, 0, STEPS), strict=True):
+        assert actual == pytest.approx(expected, rel=1e-4, abs=1e-5)
