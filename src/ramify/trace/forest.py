@@ -78,7 +78,7 @@ class Targets:
         """Return the entries of all parts, in order."""
         columns = {name: [getattr(part, name) for part in parts] for name in _TARGET_COLUMNS}
         top_k = max(part.ref_top.shape[1] for part in parts)
-        columns["ref_top"] = [widen_top(part.ref_top, top_k) for part in parts]
+        columns["ref_top"] = [pad_top_k(part.ref_top, top_k) for part in parts]
         return cls(*(np.concatenate(arrays) for arrays in columns.values()))
 
     @classmethod
@@ -89,7 +89,7 @@ class Targets:
         return cls(ints, ints, ints, ints, ints, floats, floats, floats, floats, floats, floats, floats, top)
 
 
-def widen_top(top: StructuredArray, top_k: int) -> StructuredArray:
+def pad_top_k(top: StructuredArray, top_k: int) -> StructuredArray:
     """Return rows of likeliest tokens with `top_k` columns; the new ones hold no token."""
     if top.shape[1] == top_k:
         return top
