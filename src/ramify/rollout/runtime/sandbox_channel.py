@@ -16,11 +16,11 @@ SEND_TIMEOUT = 20.0  # seconds for the box to accept a request
 SEND_INTERVAL = 0.01
 
 
-ReplyHandlerFunction = Callable[["InitReply | None"], None]
+ReplyHandlerFunction = Callable[["SandboxReply | None"], None]
 """Called with each reply to a request, and with None when the box ends."""
 
 
-class InitReply(msgspec.Struct):
+class SandboxReply(msgspec.Struct):
     """A message of `sandbox_init`. Programs of the box could forge it, so the host must not trust it."""
 
     id: int
@@ -130,7 +130,7 @@ class SandboxChannel:
             self.close()
             return
         with contextlib.suppress(msgspec.MsgspecError):  # a forged message
-            reply = msgspec.json.decode(data, type=InitReply)
+            reply = msgspec.json.decode(data, type=SandboxReply)
             handler = self._handlers.get(reply.id)
             if handler is not None:
                 handler(reply)

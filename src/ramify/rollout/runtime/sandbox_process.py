@@ -16,7 +16,7 @@ from ramify.core.errors import AgentFailed, RamifyError, SandboxError
 from ramify.env.runtime import ExecResult
 from ramify.processes.cleanup import MARKER_VARIABLE
 from ramify.rollout.runtime.piped_process import PipedProcess
-from ramify.rollout.runtime.sandbox_channel import InitReply, SandboxChannel
+from ramify.rollout.runtime.sandbox_channel import SandboxReply, SandboxChannel
 
 REPLY_TIMEOUT = 30.0  # seconds for the box to start or kill a program
 KILLED_EXIT_CODE = -9
@@ -41,7 +41,7 @@ class SandboxProcess(PipedProcess):
         super().__init__(max_output_bytes, interactive=interactive)
         self._channel, self._kill_box, self._find_end_error = channel, kill_box, find_end_error
         self._id = channel.make_id()
-        self._started: asyncio.Future[InitReply | None] = asyncio.get_running_loop().create_future()
+        self._started: asyncio.Future[SandboxReply | None] = asyncio.get_running_loop().create_future()
         self._killed: asyncio.Future[bool] | None = None  # of the latest request to kill: whether all are gone
 
     async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, stdin: bytes | None) -> None:
@@ -100,7 +100,7 @@ class SandboxProcess(PipedProcess):
         if self._channel.is_closed and isinstance(error := await self._find_end_error(), SandboxError):
             raise error
 
-    async def _request_start(self, request: dict[str, Any], fds: tuple[int, ...]) -> InitReply:
+    async def _request_start(self, request: dict[str, Any], fds: tuple[int, ...]) -> SandboxReply:
         self._channel.set_handler(self._id, self._handle_reply)
         try:
             async with asyncio.timeout(REPLY_TIMEOUT):
@@ -120,7 +120,7 @@ class SandboxProcess(PipedProcess):
         error_class = AgentFailed if self._channel.has_started_program else SandboxError
         return error_class(f"the sandbox does not answer, and was killed: {reason}")
 
-    def _handle_reply(self, reply: InitReply | None) -> None:
+    def _handle_reply(self, reply: SandboxReply | None) -> None:
         if not self._started.done():
             self._started.set_result(reply)
         if reply is None:  # the box has ended
