@@ -103,7 +103,7 @@ def test_a_forest_with_images_gives_the_flat_gradients(family, case, frozen, see
         assert not policy.tower.is_trained
         names = {name for name, weight in policy.model.named_parameters() if not weight.requires_grad}
         assert names
-        assert all(policy.tower.holds(name) for name in names)
+        assert all(policy.tower.contains_weight(name) for name in names)
         for name, weight in model.named_parameters():
             weight.requires_grad_(name not in names)
     flat = train_flat(model, attempts, counts, build_image_inputs(family))
@@ -177,7 +177,7 @@ def test_adapters_leave_the_tower_alone(family):
     add_adapters(policy.model, config.lora, seed=0)
     trained = [name for name, weight in policy.model.named_parameters() if weight.requires_grad]
     assert trained
-    assert not any(policy.tower.holds(name) for name in trained)
+    assert not any(policy.tower.contains_weight(name) for name in trained)
     assert not policy.tower.is_trained
 
 

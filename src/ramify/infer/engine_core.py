@@ -354,7 +354,7 @@ class EngineCore:
         return tower is not None and any(
             not torch.equal(tensor, staged.tensors[name].to(tensor.device))
             for name, tensor in get_untied_tensors(self.model.module).items()
-            if tower.holds(name)
+            if tower.contains_weight(name)
         )
 
     # -- metrics -------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class VisionTower:
         """Whether a weight of the tower is trained."""
         return any(parameter.requires_grad for parameter in self.parameters())
 
-    def holds(self, name: str) -> bool:
+    def contains_weight(self, name: str) -> bool:
         """Return whether a name in the model's state dict belongs to the tower."""
         return name.startswith(self.prefixes)
 
