@@ -57,7 +57,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         """Read and verify the manifest of a checkpoint. Raises CheckpointRefused."""
         path = directory / MANIFEST_FILE
         try:
-            with refuse_unreadable(path):
+            with convert_read_errors(path):
                 manifest = msgspec.json.decode(read_bytes(path), type=cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise CheckpointRefused(f"{path} is damaged: it is not the manifest of a checkpoint ({error})") from error
@@ -77,8 +77,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 @contextlib.contextmanager
-def refuse_unreadable(path: Path) -> Iterator[None]:
-    """Raise CheckpointRefused if the file of a checkpoint cannot be read inside the block."""
+def convert_read_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into CheckpointRefused."""
     try:
         yield
     except OSError as error:
@@ -122,7 +122,7 @@ def verify_checkpoint(directory: Path, *, rank: int = 0, world_size: int = 1) ->
 def compute_manifest_digest(directory: Path) -> str:
     """Return the SHA-256 of a checkpoint's manifest, which a commit stores. Raises CheckpointRefused."""
     path = directory / MANIFEST_FILE
-    with refuse_unreadable(path):
+    with convert_read_errors(path):
         return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
@@ -191,7 +191,7 @@ def _iter_pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterator[t
     """Check names and sizes, and yield path, index and expected checksum of each piece."""
     for name, record in files.items():
         path = directory / name
-        with refuse_unreadable(path), watch_storage(path):
+        with convert_read_errors(path), watch_storage(path):
             size = path.stat().st_size
         if size != record.bytes:
             raise CheckpointRefused(f"{path} is damaged: it has {size} bytes, expected {record.bytes}")
@@ -201,7 +201,7 @@ def _iter_pieces(directory: Path, files: Mapping[str, FileRecord]) -> Iterator[t
 
 
 def _verify_piece(path: Path, index: int, expected: str) -> None:
-    with refuse_unreadable(path):
+    with convert_read_errors(path):
         actual = _checksum_piece(path, index)
     if actual != expected:
         where = f"the {PIECE_BYTES >> 20} MiB from byte {index * PIECE_BYTES} on"

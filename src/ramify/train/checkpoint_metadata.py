@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ramify.core.errors import CheckpointRefused
-from ramify.train.checkpoint_manifest import refuse_unreadable
+from ramify.train.checkpoint_manifest import convert_read_errors
 
 METADATA_FILE = ".metadata"
 
@@ -35,7 +35,7 @@ class MetadataReader(FileSystemReader):
 def read_metadata(directory: Path) -> Metadata:
     """Read the metadata of a checkpoint. Raises CheckpointRefused, and no code of the file runs."""
     path = directory / METADATA_FILE
-    with refuse_unreadable(path):
+    with convert_read_errors(path):
         data = path.read_bytes()
     try:
         content = _MetadataUnpickler(io.BytesIO(data)).load()
