@@ -1,9 +1,9 @@
-"""Runtimes: the time that a box costs a rollout, and that a command in it costs, for each runtime of this machine.
+"""Runtimes: the time that a sandbox costs a rollout, and that a command in it costs, for each runtime of this machine.
 
-Measured side by side: a cold box (prepare, start, stop), a warm box as a rollout waits for it (start of a prepared box,
-one command, stop in the background of the next), one command in a running box, and 32 boxes at once. Targets: a warm
-sandbox adds at most 10 ms to a rollout beside `local`, a cold one at most 80 ms. `container` is measured where an
-engine and an image are given: `--container-image IMAGE`.
+Measured side by side: a cold sandbox (prepare, start, stop), a warm sandbox as a rollout waits for it (start of a
+prepared sandbox, one command, stop in the background of the next), one command in a running sandbox, and 32 sandboxes
+at once. Targets: a warm sandbox adds at most 10 ms to a rollout beside `local`, a cold one at most 80 ms. `container`
+is measured where an engine and an image are given: `--container-image IMAGE`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMAND = ["true"]
 
 
 async def measure_cold(make: Callable[[], Runtime]) -> float:
-    """Milliseconds until a new box has run its first command."""
+    """Milliseconds until a new sandbox has run its first command."""
     runtime = make()
     start = time.perf_counter()
     await runtime.start(Task())
@@ -38,7 +38,7 @@ async def measure_cold(make: Callable[[], Runtime]) -> float:
 
 
 async def measure_warm(make: Callable[[], Runtime]) -> float:
-    """Milliseconds until a box that was prepared before has run its first command."""
+    """Milliseconds until a sandbox that was prepared before has run its first command."""
     runtime = make()
     await runtime.prepare()
     start = time.perf_counter()
@@ -50,7 +50,7 @@ async def measure_warm(make: Callable[[], Runtime]) -> float:
 
 
 async def measure_command(make: Callable[[], Runtime]) -> float:
-    """Milliseconds of a command in a running box."""
+    """Milliseconds of a command in a running sandbox."""
     runtime = make()
     await runtime.start(Task())
     await runtime.run(COMMAND, timeout=60)
@@ -63,7 +63,7 @@ async def measure_command(make: Callable[[], Runtime]) -> float:
 
 
 async def measure_stop(make: Callable[[], Runtime]) -> float:
-    """Milliseconds to remove a box that has run a command."""
+    """Milliseconds to remove a sandbox that has run a command."""
     runtime = make()
     await runtime.start(Task())
     await runtime.run(COMMAND, timeout=60)
@@ -73,18 +73,18 @@ async def measure_stop(make: Callable[[], Runtime]) -> float:
 
 
 async def measure_at_once(make: Callable[[], Runtime]) -> float:
-    """Milliseconds per box for many that start, run a command and stop at once."""
+    """Milliseconds per sandbox for many that start, run a command and stop at once."""
     start = time.perf_counter()
     await asyncio.gather(*(measure_cold(make) for _ in range(AT_ONCE)))
     return (time.perf_counter() - start) * 1e3 / AT_ONCE
 
 
 MEASURES = {
-    "cold box and a command": (measure_cold, REPEATS),
-    "warm box and a command": (measure_warm, REPEATS),
-    "command in a running box": (measure_command, 3),
+    "cold sandbox and a command": (measure_cold, REPEATS),
+    "warm sandbox and a command": (measure_warm, REPEATS),
+    "command in a running sandbox": (measure_command, 3),
     "stop": (measure_stop, REPEATS),
-    f"{AT_ONCE} boxes at once, each": (measure_at_once, 3),
+    f"{AT_ONCE} sandboxes at once, each": (measure_at_once, 3),
 }
 
 
@@ -132,10 +132,10 @@ def main() -> int:
             rows.append(Row(f"{runtime_id}: {name}", results[runtime_id, name], reference, "ms"))
     if "sandbox" in runtimes:
         for kind, target in (("warm", WARM_TARGET_MS), ("cold", COLD_TARGET_MS)):
-            name = f"{kind} box and a command"
+            name = f"{kind} sandbox and a command"
             difference = results["sandbox", name] - results["local", name]
             rows.append(Row(f"{kind} sandbox beside local", difference, None, "ms", target=target))
-    return finish("benchmarks/runtimes.py: the cost of a box, and of a command in it", rows, options)
+    return finish("benchmarks/runtimes.py: the cost of a sandbox, and of a command in it", rows, options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from ramify.cli.app import main
 from ramify.rollout.runtime import cgroup
 from tests.rollout.runtime.conftest import make_ended_owner_name
 
-LEAVE_A_BOX = """
+LEAVE_A_SANDBOX = """
 import asyncio, os, signal
 from ramify.env import Task
 from ramify.rollout.runtime import LocalRuntime
@@ -37,7 +37,9 @@ def test_list_names_every_capability_and_the_reason_for_a_missing_one(capsys):
 def test_clean_removes_what_a_killed_process_left(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    left = subprocess.run([sys.executable, "-c", LEAVE_A_BOX], stdout=subprocess.PIPE, text=True, check=False).stdout
+    left = subprocess.run(
+        [sys.executable, "-c", LEAVE_A_SANDBOX], stdout=subprocess.PIPE, text=True, check=False
+    ).stdout
     directory = Path(left.strip())
     assert directory.parent == tmp_path and directory.is_dir()
     assert main(["runtime", "clean", "local"]) == 0

@@ -110,7 +110,7 @@ def test_cancellation_inside_a_tool_becomes_text():
 
 def test_sandbox_error_is_raised():
     async def compile(path: str) -> str:
-        raise SandboxError("the box is gone")
+        raise SandboxError("the sandbox is gone")
 
     with pytest.raises(SandboxError):
         call(compile, {"path": "x"})

@@ -13,11 +13,11 @@ COMMANDS = {
     "writes": "echo solution > answer.txt; chmod +x answer.txt; mkdir -p pkg/deep; echo part > pkg/deep/part.txt; "
     "echo x > other.txt",
     "links": "ln -s /etc/passwd answer.txt; mkdir pkg; ln -s /etc pkg/etc; mkfifo pkg/pipe",
-    "poisons the box": "mkdir -p $HOME/bin; echo evil > $HOME/.profile; echo evil > $TMPDIR/x; sleep 1000 &",
+    "poisons the sandbox": "mkdir -p $HOME/bin; echo evil > $HOME/.profile; echo evil > $TMPDIR/x; sleep 1000 &",
 }
 
 
-class BoxTaskset(OneTask):
+class SandboxTaskset(OneTask):
     """The agent runs commands; the reward records what it finds in its own runtime."""
 
     def tools(self, runtime: rf.Runtime):
@@ -41,12 +41,12 @@ class BoxTaskset(OneTask):
     [
         ("writes", ["./answer.txt", "./pkg/deep/part.txt"]),
         ("links", []),
-        ("poisons the box", []),
+        ("poisons the sandbox", []),
     ],
 )
 async def test_rewards_see_only_the_outputs(runtime, command, files):
     skip_unless_available(runtime)
-    env = load_env(BoxTaskset, runtime={"id": runtime})
+    env = load_env(SandboxTaskset, runtime={"id": runtime})
     task = rf.Task(prompt="go", outputs=("answer.txt", "pkg"))
     trace = await run_one(env, [tool_call("shell", command=COMMANDS[command]), "done"], task)
     assert error_names(trace) == [] and trace.rewards["sees"] == (1.0, 1.0)
@@ -55,12 +55,12 @@ async def test_rewards_see_only_the_outputs(runtime, command, files):
     assert trace.info["is_executable"] == (command == "writes")
     assert not {"bin", ".profile", "x"} & set(trace.info["seen"])
     assert set(trace.info["outputs"]) == ({"answer.txt", "pkg"} - {"pkg"} if command == "links" else set()) | (
-        {"answer.txt", "pkg"} if command == "poisons the box" else set()
+        {"answer.txt", "pkg"} if command == "poisons the sandbox" else set()
     )
 
 
 async def test_without_outputs_rewards_see_the_agents_runtime():
-    env = load_env(BoxTaskset)
+    env = load_env(SandboxTaskset)
     trace = await run_one(env, [tool_call("shell", command="echo x > other.txt"), "done"], rf.Task(prompt="go"))
     assert "./other.txt" in trace.info["seen"]
 
@@ -82,8 +82,8 @@ def test_outputs_outside_of_the_work_directory_are_refused(path):
 )
 async def test_outputs_that_cannot_be_copied_are_missing_and_scored(runtime, command, monkeypatch):
     skip_unless_available(runtime)
-    monkeypatch.setattr("ramify.rollout.runtime.box_files.MAX_FILES", 4)
-    env = load_env(BoxTaskset, runtime={"id": runtime})
+    monkeypatch.setattr("ramify.rollout.runtime.sandbox_files.MAX_FILES", 4)
+    env = load_env(SandboxTaskset, runtime={"id": runtime})
     task = rf.Task(prompt="go", outputs=("pkg",))
     trace = await run_one(env, [tool_call("shell", command=command), "done"], task)
     assert error_names(trace) == [] and trace.rewards["sees"] == (1.0, 1.0)
@@ -96,5 +96,5 @@ async def test_failure_to_move_the_outputs_is_named(monkeypatch):
         raise LookupError("no such thing")
 
     monkeypatch.setattr("ramify.rollout.attempt.collect_outputs", fail)
-    trace = await run_one(load_env(BoxTaskset), ["done"], rf.Task(prompt="go", outputs=("pkg",)))
+    trace = await run_one(load_env(SandboxTaskset), ["done"], rf.Task(prompt="go", outputs=("pkg",)))
     assert error_names(trace) == ["EnvironmentFault"] and trace.rewards["sees"] is None

@@ -4,8 +4,8 @@
 
 A command that fails, times out or does not exist is a normal result (`ExecResult`), since the agent may have written
 it. A failure of the runtime itself raises `SandboxError`, which is retried, also if something outside has killed the
-box. If a program ends its own box, for example by using too much memory, later calls raise `AgentFailed`, which is the
-agent's fault.
+sandbox. If a program ends its own sandbox, for example by using too much memory, later calls raise `AgentFailed`, which
+is the agent's fault.
 
 What a runtime enforces depends on its kind and on the machine. `capabilities` states it, and `check_task` refuses a
 configuration or a task that asks for more: a limit is enforced or refused, never ignored.

@@ -17,10 +17,10 @@ import psutil
 
 from ramify.core.errors import SandboxError
 
-MARKER_VARIABLE = "RAMIFY_BOX"
+MARKER_VARIABLE = "RAMIFY_SANDBOX"
 """The environment variable of the marker, RUNTIME.PROGRAM. (an id and a number); a prefix selects all of a runtime.
 
-"Box" means the runtime. The name is kept because running programs carry it in their environment.
+"Sandbox" means the runtime. The name is kept because running programs carry it in their environment.
 """
 KTHREADD = "kthreadd"  # the parent of all kernel threads; its pid is 2, except in containers
 MAX_KILL_ROUNDS = 100

@@ -1,4 +1,4 @@
-"""Runtimes that are prepared before a rollout needs them, so that rollouts do not wait for a box to start.
+"""Runtimes that are prepared before a rollout needs them, so that rollouts do not wait for a sandbox to start.
 
     take -> a prepared runtime if there is one, else a new one; the pool prepares another in the background
 

@@ -1,4 +1,4 @@
-"""Fixtures for tasksets whose tasks need a box."""
+"""Fixtures for tasksets whose tasks need a sandbox."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.rollout.runtime.conftest import skip_unless_available
 
 
 @pytest.fixture(params=["local", "sandbox"])
-def box_kind(request) -> str:
+def sandbox_kind(request) -> str:
     """The id of a runtime that works on this machine."""
     skip_unless_available(request.param)
     return request.param

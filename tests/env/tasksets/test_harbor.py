@@ -1,4 +1,4 @@
-"""harbor: folders of the format are read, run end to end in fresh boxes, and refused by name where they cannot run."""
+"""harbor: folders of the format are read, run end to end in fresh sandboxes, or refused if they cannot run."""
 
 import asyncio
 import shutil
@@ -38,12 +38,12 @@ def append(file: Path, text: str) -> None:
 
 
 @pytest.mark.process
-async def test_folder_without_an_image_runs_end_to_end(box_kind):
-    solved = await work(TASKSET, kind=box_kind, command="cat data/one.txt; ls / /box ..", files=RIGHT)
+async def test_folder_without_an_image_runs_end_to_end(sandbox_kind):
+    solved = await work(TASKSET, kind=sandbox_kind, command="cat data/one.txt; ls / /sandbox ..", files=RIGHT)
     assert (solved.reward, solved.errors) == (1.0, [])
     output = solved.info["command"][1]
     assert output.startswith("a\nb\nc\n") and "tests" not in output.replace("_tests", "") and "solution" not in output
-    assert (await work(TASKSET, kind=box_kind)).reward == 0.0
+    assert (await work(TASKSET, kind=sandbox_kind)).reward == 0.0
 
 
 @pytest.mark.process
@@ -55,8 +55,8 @@ async def test_programs_of_the_environment_can_be_run(folder):
 
 
 @pytest.mark.process
-async def test_solution_is_the_gold(box_kind):
-    env = Environment.load(SourceConfig(taskset=TASKSET, runtime={"id": box_kind, "warm_pool_size": 0}))
+async def test_solution_is_the_gold(sandbox_kind):
+    env = Environment.load(SourceConfig(taskset=TASKSET, runtime={"id": sandbox_kind, "warm_pool_size": 0}))
     result = await asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60)
     assert (result.problem, result.reward, result.has_gold) == (None, 1.0, True)
 

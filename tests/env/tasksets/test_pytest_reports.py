@@ -1,4 +1,4 @@
-"""Reports of tests that run in a box."""
+"""Reports of tests that run in a sandbox."""
 
 import shlex
 import sys
@@ -26,7 +26,7 @@ def test_noise(number):
 """
 
 
-async def test_reports_survive_whatever_tests_print(box_kind):
+async def test_reports_survive_whatever_tests_print(sandbox_kind):
     async def test(runtime):
         await runtime.write("test_noise.py", NOISY_TESTS)
         program = f"python3 -c {shlex.quote(PYTEST_PROGRAM)}"
@@ -34,7 +34,7 @@ async def test_reports_survive_whatever_tests_print(box_kind):
         command = f"{program} {{plugin}} -s -p no:cacheprovider test_noise.py"
         return await run_pytest(runtime, command, plugin_dir=plugin_dir, timeout=50)
 
-    outcomes = await run_with_runtime(box_kind, test, max_output_bytes=1000)
+    outcomes = await run_with_runtime(sandbox_kind, test, max_output_bytes=1000)
     assert outcomes == {f"test_noise.py::test_noise[{number}]": "passed" for number in range(NUM_TESTS)}
 
 

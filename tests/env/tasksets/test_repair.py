@@ -1,4 +1,4 @@
-"""repair: real bugs, and tests in a fresh box that no trick passes."""
+"""repair: real bugs, and tests in a fresh sandbox that no trick passes."""
 
 import asyncio
 import json
@@ -78,10 +78,10 @@ def test_tasks_survive_serialization():
 
 
 @pytest.mark.process
-async def test_gold_file_scores_one_and_empty_change_zero(box_kind):
-    solved = await work(TASKSET, kind=box_kind, files={FILE: GOLD})
+async def test_gold_file_scores_one_and_empty_change_zero(sandbox_kind):
+    solved = await work(TASKSET, kind=sandbox_kind, files={FILE: GOLD})
     assert (solved.reward, solved.metrics["passed_tests"], solved.errors) == (1.0, 1.0, [])
-    unchanged = await work(TASKSET, kind=box_kind)
+    unchanged = await work(TASKSET, kind=sandbox_kind)
     assert unchanged.reward == 0.0 and 0 < unchanged.metrics["passed_tests"] < 1
 
 
@@ -153,20 +153,20 @@ async def test_file_that_is_no_file_scores_zero(command):
 
 
 @pytest.mark.process
-async def test_box_that_its_file_ends_scores_zero():
+async def test_sandbox_that_its_file_ends_scores_zero():
     skip_unless_available("sandbox")
     trace = await work(TASKSET, kind="sandbox", files={FILE: "import os\nos.kill(-1, 9)\n"})
     assert trace.reward == 0.0
 
 
 @pytest.mark.process
-async def test_box_of_the_agent_has_no_tests_no_gold_and_no_generator():
+async def test_sandbox_of_the_agent_has_no_tests_no_gold_and_no_generator():
     skip_unless_available("sandbox")
     search = (
         (
             "python3 -c 'import ramify' 2>/dev/null && echo ramify; ls; "
             "find / -xdev ( -name bugs.json -o -name cases.json -o -name mutations.py ) 2>/dev/null | grep -i repair; "
-            "grep -rl 'merge_intervals' /box 2>/dev/null"
+            "grep -rl 'merge_intervals' /sandbox 2>/dev/null"
         )
         .replace("( ", "\\( ")
         .replace(" )", " \\)")

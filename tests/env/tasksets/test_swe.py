@@ -1,4 +1,4 @@
-"""swe: rows of three datasets, the agent's patch, and tests in a fresh box. Images are played by local directories."""
+"""swe: rows of three datasets, the agent's patch, and tests in a fresh sandbox. Directories stand in for images."""
 
 import asyncio
 import json

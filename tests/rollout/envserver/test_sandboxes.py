@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 
-def list_boxes(nap: str) -> list[str]:
+def list_sandboxes(nap: str) -> list[str]:
     """The programs of this test's rollouts."""
     return [
         " ".join(cmdline)
@@ -96,6 +96,6 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path,
     assert len(killed) == 1 and answers["done"] and answers["RequestCancelled"]
     assert run_command(["runtime", "clean"]) == 0
     assert "removed" in capsys.readouterr().out
-    assert list_boxes(nap) == []
+    assert list_sandboxes(nap) == []
     assert set(killed) <= workers and list_groups(workers) == []
     assert list_mounts(tmp_path) == mounts_before

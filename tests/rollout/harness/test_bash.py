@@ -107,7 +107,7 @@ async def test_mistakes_of_the_model_are_shown_to_it(runtime):
     assert "[exit code 127]" in results[7]
 
 
-async def test_an_agent_that_ends_its_box_ends_the_rollout_and_is_scored():
+async def test_an_agent_that_ends_its_sandbox_ends_the_rollout_and_is_scored():
     skip_unless_available("sandbox")
 
     class Scored(OneTask):

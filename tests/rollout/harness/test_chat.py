@@ -21,11 +21,11 @@ from tests.support.images import make_media
 
 SERVER = """
 import mcp.server.mcpserver as server
-box = server.MCPServer("box")
-@box.tool()
+sandbox = server.MCPServer("sandbox")
+@sandbox.tool()
 def shout(text: str) -> str:
     return text.upper()
-box.run()
+sandbox.run()
 """
 
 
@@ -196,7 +196,7 @@ async def test_invalid_prompt_message_is_reported_with_its_index():
 
 @pytest.mark.process
 async def test_mcp_tools_are_added_to_the_tasksets_tools():
-    harness = {"mcp": {"box": {"command": [sys.executable, "-c", SERVER]}}}
+    harness = {"mcp": {"sandbox": {"command": [sys.executable, "-c", SERVER]}}}
     trace = await run_one(
         load_env(Adding, harness=harness),
         [tool_call("shout", text="hi") + tool_call("add", a=1, b=1), "ok"],
@@ -206,10 +206,10 @@ async def test_mcp_tools_are_added_to_the_tasksets_tools():
 
 @pytest.mark.process
 async def test_mcp_server_that_cannot_be_opened_is_a_system_failure():
-    harness = {"mcp": {"box": {"command": ["/nonexistent"]}}}
+    harness = {"mcp": {"sandbox": {"command": ["/nonexistent"]}}}
     trace = await run_one(load_env(Adding, harness=harness), ["ok"], TASK)
     assert error_names(trace) == ["SandboxError"]
-    assert "'box'" in trace.errors[0].message
+    assert "'sandbox'" in trace.errors[0].message
 
 
 class Guided(Adding):

@@ -22,7 +22,9 @@ import psutil
 from aiohttp import web
 
 END_OF_STREAM = 2
-WORKDIR = re.compile(r"(?<!\w)/box/work")  # which commands name, and which is a directory of its own for each sandbox
+WORKDIR = re.compile(
+    r"(?<!\w)/sandbox/work"
+)  # which commands name, and which is a directory of its own for each sandbox
 SERVICE = "command_session.CommandSession"
 
 

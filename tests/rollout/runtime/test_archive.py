@@ -1,4 +1,4 @@
-"""Archives on their way out of a box, as `tar` writes them and as an agent may forge them."""
+"""Archives on their way out of a sandbox, as `tar` writes them and as an agent may forge them."""
 
 import io
 import os

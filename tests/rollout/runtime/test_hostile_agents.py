@@ -82,7 +82,7 @@ async def main():
         await runtime.start(Task())
         await runtime.run("setsid sleep 1000 & true", timeout=20)
         if number == 0:
-            os.kill(runtime._box._bwrap.pid, signal.SIGKILL)
+            os.kill(runtime._sandbox._bwrap.pid, signal.SIGKILL)
         await runtime.stop()
     while len(psutil.Process(os.getppid()).children()) > 1:
         await asyncio.sleep(0.01)
@@ -158,8 +158,8 @@ async def test_agent_takes_neither_the_connections_nor_the_time_of_its_neighbour
 async def test_sandbox_that_is_killed_from_outside_is_a_failure_of_the_system(victim):
     async with open_runtime("sandbox") as runtime:
         process = await runtime.spawn("sleep 1000")
-        assert runtime._box is not None and runtime._box._bwrap is not None
-        bwrap = psutil.Process(runtime._box._bwrap.pid)
+        assert runtime._sandbox is not None and runtime._sandbox._bwrap is not None
+        bwrap = psutil.Process(runtime._sandbox._bwrap.pid)
         (bwrap if victim == "bwrap" else bwrap.children()[0]).kill()
         with pytest.raises(SandboxError, match="killed from outside"):
             await process.wait(20)
@@ -226,8 +226,8 @@ async def test_agent_cannot_end_its_sandbox():
 async def test_agent_is_blamed_for_a_sandbox_that_does_not_answer_and_is_killed():
     async with open_runtime("sandbox") as runtime:
         process = await runtime.spawn("sleep 1000")
-        assert runtime._box is not None
-        runtime._box.kill()  # as after a request without a reply
+        assert runtime._sandbox is not None
+        runtime._sandbox.kill()  # as after a request without a reply
         assert (await process.wait(20)).returncode == -signal.SIGKILL
         with pytest.raises(AgentFailed, match="the sandbox has ended"):
             await runtime.run("true", timeout=20)

@@ -41,7 +41,7 @@ async def run_in_sandbox(command, *, timeout: float = 20, **settings):
     return await run_with_runtime("sandbox", test, **settings)
 
 
-async def wait_for_box_file(runtime, path: str) -> None:
+async def wait_for_sandbox_file(runtime, path: str) -> None:
     while True:
         with contextlib.suppress(FileNotFoundError):
             await runtime.read(path)
@@ -193,8 +193,8 @@ async def test_other_socket_families_are_refused(family):
 CALLS = {
     "ptrace": "libc.ptrace(0, 0, 0, 0)",
     "unshare": "libc.unshare(0x10000000)",
-    "mount": "libc.mount(b'none', b'/box/work', b'tmpfs', 0, None)",
-    "chroot": "libc.chroot(b'/box')",
+    "mount": "libc.mount(b'none', b'/sandbox/work', b'tmpfs', 0, None)",
+    "chroot": "libc.chroot(b'/sandbox')",
     "bpf": "libc.syscall(numbers['bpf'], 0, 0, 0)",
     "io_uring_setup": "libc.syscall(425, 8, ctypes.create_string_buffer(120))",
     "keyctl": "libc.syscall(numbers['keyctl'], 0, -3, 1)",
@@ -367,9 +367,9 @@ async def test_prepared_sandbox_that_was_killed_is_replaced():
     async def test():
         runtime = SandboxRuntime()
         await runtime.prepare()
-        assert runtime._box is not None and runtime._box._bwrap is not None
-        os.kill(runtime._box._bwrap.pid, 9)
-        while not runtime._box.channel.is_closed:
+        assert runtime._sandbox is not None and runtime._sandbox._bwrap is not None
+        os.kill(runtime._sandbox._bwrap.pid, 9)
+        while not runtime._sandbox.channel.is_closed:
             await asyncio.sleep(0.01)
         await runtime.start(Task())
         try:
@@ -381,8 +381,8 @@ async def test_prepared_sandbox_that_was_killed_is_replaced():
 
 
 def stop_first_program(runtime) -> None:
-    """Let the box answer no more, as if its programs used all its processor time."""
-    psutil.Process(runtime._box._bwrap.pid).children()[0].suspend()
+    """Let the sandbox answer no more, as if its programs used all its processor time."""
+    psutil.Process(runtime._sandbox._bwrap.pid).children()[0].suspend()
 
 
 async def test_agent_is_blamed_for_a_sandbox_that_does_not_answer(monkeypatch):
@@ -410,7 +410,7 @@ async def test_agent_is_blamed_for_a_sandbox_that_does_not_answer(monkeypatch):
 async def test_cancelling_a_run_in_a_stopped_sandbox_stays_a_cancellation(monkeypatch):
     async with open_runtime("sandbox") as runtime:
         run = asyncio.create_task(runtime.run("touch started; sleep 1000", timeout=100))
-        await wait_for_box_file(runtime, "started")
+        await wait_for_sandbox_file(runtime, "started")
         stop_first_program(runtime)
         monkeypatch.setattr(sandbox_process, "REPLY_TIMEOUT", 0.3)
         run.cancel()
@@ -439,7 +439,7 @@ async def test_program_that_constantly_calls_exec_is_killed():
         for _ in range(5):
             program = await runtime.spawn("setsid sh ./becomes & echo $! > pid")
             await program.wait(20)
-            await wait_for_box_file(runtime, "begun")
+            await wait_for_sandbox_file(runtime, "begun")
             await program.kill()
             assert (await runtime.run("rm begun; kill -0 $(cat pid)", timeout=20)).returncode != 0
 
@@ -450,13 +450,13 @@ async def test_finished_programs_are_forgotten():
             await runtime.run("true", timeout=10)
         program = await runtime.spawn("setsid sleep 1000 & echo $! > pid")
         await program.wait(10)
-        assert runtime._box.channel._handlers == {}
+        assert runtime._sandbox.channel._handlers == {}
         await program.kill()
         assert (await runtime.run("kill -0 $(cat pid)", timeout=10)).returncode != 0
 
 
 async def test_program_whose_processes_cannot_all_be_killed_ends_its_sandbox(monkeypatch):
-    """Processes that start others faster than they are killed: the box, which holds them, is killed as a whole."""
+    """Processes that start others faster than they are killed: the sandbox, which holds them, is killed as a whole."""
     source = Path(sandbox_init.__file__).read_text().replace("KILL_TIMEOUT = 5.0", "KILL_TIMEOUT = 0.0")
 
     async def test(runtime):
@@ -474,7 +474,7 @@ async def test_failed_removal_of_a_sandbox_is_tried_again(monkeypatch):
     requires(Capability.MEMORY_LIMIT)
 
     async def test(runtime):
-        group = runtime._box._cgroup
+        group = runtime._sandbox._cgroup
         monkeypatch.setattr(group, "remove", raise_busy)
         for _ in range(2):
             with pytest.raises(SandboxError, match="busy"):

@@ -32,7 +32,7 @@ async def test_container_program_waits_while_its_output_is_not_read():
         process = CountingProcess(LIMIT, None, interactive=True)
         argv = ["sh", "-c", f"yes {LINE.decode().strip()} | head -n {NUM_LINES}; cat >/dev/null"]
         try:
-            await process.start(EXEC_HERE, "box", process.build_arguments(argv, "/", has_stdin=True), {}, None)
+            await process.start(EXEC_HERE, "sandbox", process.build_arguments(argv, "/", has_stdin=True), {}, None)
             await process.wait_started()
             before = -1
             while process.num_fed != before:  # until nothing arrives any more
@@ -95,7 +95,7 @@ async def start_hosted(chunks=0, stdin=None):
     process = HostedProcess(LIMIT, None, interactive=stdin is None)
     client = ClientStub(SdkProcessStub(process.marker, chunks))
     args = process.build_arguments(["cat"], "/", has_stdin=True)
-    await process.start(client, "box", args, {}, stdin)
+    await process.start(client, "sandbox", args, {}, stdin)
     await process.wait_started()
     return process, client.process
 

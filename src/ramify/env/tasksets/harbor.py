@@ -1,11 +1,12 @@
 """harbor: task folders in the format of Harbor and Terminal-Bench 2.
 
-The agent works in its box, which has the files of `environment/`. The tests run in a fresh box, which gets the work
-directory that the agent left. What the agent changed elsewhere, its processes and installed packages are not there.
+The agent works in its sandbox, which has the files of `environment/`. The tests run in a fresh sandbox, which gets the
+work directory that the agent left. What the agent changed elsewhere, its processes and installed packages are not
+there.
 
-In a box of an image, `/tests`, `/solution` and `/logs` are those directories. A box without an image may not have
-directories at the root of the file system: there they lie beside the work directory, and the paths in the scripts are
-replaced.
+In a sandbox of an image, `/tests`, `/solution` and `/logs` are those directories. A sandbox without an image may not
+have directories at the root of the file system: there they lie beside the work directory, and the paths in the scripts
+are replaced.
 """
 
 import fnmatch
@@ -30,7 +31,7 @@ REWARD_FILES = ("reward.json", "reward.txt")  # in this order, as the format say
 VERIFIER_KEY = "verifier"  # in the `info` of a trace
 OUTPUT_CHARS = 2000  # of the tests' output that a trace keeps
 DEFAULT_TIMEOUT = 600.0
-COPY_TIMEOUT = 300.0  # seconds to copy the tests into the box, besides the time of the tests
+COPY_TIMEOUT = 300.0  # seconds to copy the tests into the sandbox, besides the time of the tests
 PYTEST_OPTIONS = "{plugin} -p no:cacheprovider -c /dev/null"
 
 _ROOT_PATH = re.compile(r"(?<![\w./-])/(" + "|".join(DIRECTORIES) + r")(?![\w-])")
@@ -67,7 +68,7 @@ class HarborTask(rf.Task):
 
 
 class Harbor(rf.Taskset):
-    """Task folders whose tests run in a fresh box."""
+    """Task folders whose tests run in a fresh sandbox."""
 
     config: HarborConfig
     task_type = HarborTask
@@ -99,7 +100,7 @@ class Harbor(rf.Taskset):
         return await self._run_script(task, trace, runtime, folder)
 
     async def gold(self, task: HarborTask, runtime: rf.Runtime) -> str | None:
-        """Run the solution in the agent's box; None if there is none."""
+        """Run the solution in the agent's sandbox; None if there is none."""
         folder = self._get_folder(task)
         if not folder.solution_script.is_file():
             return None
@@ -197,7 +198,7 @@ def _build_command(script: PurePosixPath) -> str:
 
 
 async def _upload(runtime: rf.Runtime, source: Path, target: PurePosixPath, root: PurePosixPath) -> None:
-    """Copy a directory into the box. If its root is not `/`, replace the paths in its text files."""
+    """Copy a directory into the sandbox. If its root is not `/`, replace the paths in its text files."""
     if root == PurePosixPath("/"):
         await runtime.upload(source, target)
         return

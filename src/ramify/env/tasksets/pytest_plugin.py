@@ -1,4 +1,4 @@
-"""A plugin of pytest that reports the outcome of every test. It runs in the box of the rewards, without Ramify.
+"""A plugin of pytest that reports the outcome of every test. It runs in the sandbox of the rewards, without Ramify.
 
 Standard input has two lines: the nonce, and the path of a file for the reports. A report is a line
 {"nonce", "id", "outcome"} of this file. It must work with the Python and the pytest of old images.

@@ -1,6 +1,6 @@
-"""Runs tests with pytest in a fresh box and reads which tests reported which outcome.
+"""Runs tests with pytest in a fresh sandbox and reads which tests reported which outcome.
 
-`pytest_plugin` is loaded into the pytest of the box, and writes its reports to a file with a random name. Only they
+`pytest_plugin` is loaded into the pytest of the sandbox, and writes its reports to a file with a random name. Only they
 count, each with the id of a test and the nonce of this run; the exit status and all that tests print count for nothing.
 But tests and the code that they import share a process, and code that searches this process can find the nonce.
 `repair` shows how to do without such a process.
@@ -17,7 +17,7 @@ import ramify as rf
 from ramify.core.errors import AgentFailed
 
 PLUGIN = Path(__file__).with_name("pytest_plugin.py")
-PLUGIN_MODULE = "ramify_test_reports"  # the name of the plugin in the box
+PLUGIN_MODULE = "ramify_test_reports"  # the name of the plugin in the sandbox
 REPORTS_VARIABLE = "RAMIFY_TEST_REPORTS"  # tells the plugin to report; it removes the variable
 PASSED = "passed"
 # `python -m pytest` would import a pytest.py of the work directory
@@ -34,8 +34,8 @@ async def run_pytest(
 ) -> dict[str, str]:
     """Run a shell command that calls pytest; return the reported outcome of each test by its id.
 
-    The command contains `{plugin}`, which becomes the options that load the plugin from `plugin_dir`. A box that the
-    tests end, or a command that takes longer than `timeout` seconds, reports nothing more.
+    The command contains `{plugin}`, which becomes the options that load the plugin from `plugin_dir`. A sandbox that
+    the tests end, or a command that takes longer than `timeout` seconds, reports nothing more.
     """
     nonce, reports_file = secrets.token_hex(16), plugin_dir / f"{secrets.token_hex(16)}.jsonl"
     await runtime.write(plugin_dir / f"{PLUGIN_MODULE}.py", PLUGIN.read_text("utf-8"))
@@ -48,7 +48,7 @@ async def run_pytest(
             timeout=timeout,
         )
         reports = await runtime.read(reports_file)
-    except (AgentFailed, OSError, ValueError):  # the box has ended, or there is no such file, or it is too large
+    except (AgentFailed, OSError, ValueError):  # the sandbox has ended, or there is no such file, or it is too large
         return {}
     return parse_outcomes(reports.decode("utf-8", "replace"), nonce)
 

@@ -1,8 +1,9 @@
 """swe: fix an issue of a real repository, in the image that a dataset names for it.
 
-The rows are those of R2E-Gym, SWE-bench or Scale-SWE. In the agent's box, the tests are removed and the history of the
-repository is replaced by one commit, so that it cannot contain the fix. The agent's result is its patch. A fresh box of
-the same image applies it, gets the tests, and every expected test must report by its id, with a nonce, that it passed.
+The rows are those of R2E-Gym, SWE-bench or Scale-SWE. In the agent's sandbox, the tests are removed and the history of
+the repository is replaced by one commit, so that it cannot contain the fix. The agent's result is its patch. A fresh
+sandbox of the same image applies it, gets the tests, and every expected test must report by its id, with a nonce, that
+it passed.
 """
 
 import fnmatch
@@ -82,7 +83,7 @@ class SweTask(rf.Task):
 
 
 class Swe(rf.Taskset):
-    """Issues of real repositories, whose tests run in a fresh box."""
+    """Issues of real repositories, whose tests run in a fresh sandbox."""
 
     config: SweConfig
     task_type = SweTask
@@ -106,7 +107,7 @@ class Swe(rf.Taskset):
             )
 
     async def setup(self, task: SweTask, runtime: rf.Runtime, state: SimpleNamespace) -> None:
-        """Remove the tests and the history from the agent's box."""
+        """Remove the tests and the history from the agent's sandbox."""
         row = self._rows[task.instance]
         if row.hidden_paths:
             await _run_all(runtime, [f"rm -rf -- {shlex.join(row.hidden_paths)}"])
@@ -114,7 +115,7 @@ class Swe(rf.Taskset):
         state.base = output.split()[-1]
 
     async def finalize(self, runtime: rf.Runtime, state: SimpleNamespace) -> None:
-        """Write the agent's changes as a patch. What the agent did to its box may prevent that; then there is none."""
+        """Write the agent's changes as a patch, unless what the agent did to its sandbox prevents it."""
         command = DIFF_SCRIPT.format(base=state.base, patch=PATCH_FILE)
         try:
             await runtime.run(command, timeout=DIFF_TIMEOUT)
@@ -174,7 +175,7 @@ class Swe(rf.Taskset):
         return rows
 
     async def _run_tests(self, row: SweRow, runtime: rf.Runtime) -> dict[str, str]:
-        """Add the tests to the box and run them; return the expected tests that did not pass, with the reason."""
+        """Add the tests to the sandbox and run them; return the expected tests that did not pass, with the reason."""
         if row.test_patch and (problem := await _apply_patch(runtime, row.test_patch)):
             raise EnvironmentFault(f"the tests of {row.instance} cannot be added: {problem}")
         for path, text in row.test_files.items():

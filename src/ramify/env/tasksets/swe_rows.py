@@ -83,9 +83,9 @@ class SweRow:
 
     - `expected_tests`: ids of the tests that must pass; `other_tests`: those that must report, with any outcome.
     - `test_paths`: what pytest runs.
-    - `setup_commands`: shell commands that both boxes run first.
-    - `hidden_paths`: what the image has of the tests; it is removed from the agent's box.
-    - `test_commands`: shell commands that the box of the rewards runs before the tests.
+    - `setup_commands`: shell commands that both sandboxes run first.
+    - `hidden_paths`: what the image has of the tests; it is removed from the agent's sandbox.
+    - `test_commands`: shell commands that the sandbox of the rewards runs before the tests.
     """
 
     instance: str

@@ -104,7 +104,7 @@ def fill_placeholders(text: str, values: Mapping[str, str]) -> str:
 PROMPT_FILE = "~/prompt.md"
 DEFAULT_CONTEXT_LENGTH = 131072  # told to programs that need a number, if the policy does not state its own
 HOME_TIMEOUT = 30.0  # seconds for a shell in the runtime to print $HOME
-BOX_DIRECTORIES = {"sandbox": "/box/", "local": None}  # runtimes that write only beneath it; None: it varies
+SANDBOX_DIRECTORIES = {"sandbox": "/sandbox/", "local": None}  # runtimes that write only beneath it; None: it varies
 EXCERPT_CHARS = 2000  # of the program's output, in an error message
 
 
@@ -142,7 +142,7 @@ class ProgramHarness(Harness):
         if outside := [(key, path) for key, path in paths if _is_outside(path, runtime.config.id)]:
             key, path = outside[0]
             raise ConfigInvalid(
-                f"harness.{key}: {path!r} is outside of the box; use a path relative to the work directory, or ~/..."
+                f"harness.{key}: {path!r} is outside the sandbox; use a path relative to the work directory, or ~/..."
             )
         runtime.capabilities.check(Capability.GATEWAY, f"the harness {self.config.id!r}", runtime.config.id)
 
@@ -242,10 +242,10 @@ class ProgramHarness(Harness):
 
 def _is_outside(path: str, runtime_id: str) -> bool:
     """Return whether the runtime could not write a file at this path."""
-    if runtime_id not in BOX_DIRECTORIES:
+    if runtime_id not in SANDBOX_DIRECTORIES:
         return False
-    box_directory = BOX_DIRECTORIES[runtime_id]
-    is_inside = not path.startswith("/") or (box_directory is not None and path.startswith(box_directory))
+    sandbox_directory = SANDBOX_DIRECTORIES[runtime_id]
+    is_inside = not path.startswith("/") or (sandbox_directory is not None and path.startswith(sandbox_directory))
     return not is_inside or ".." in PurePosixPath(path).parts
 
 

@@ -135,7 +135,7 @@ class Repl:
             await self._send(process, start)
             await self._receive(process, START_TIMEOUT)
         except (ReplLost, TimeoutError) as error:
-            if self._num_lost:  # an earlier REPL of the agent ran in this box and may have broken it
+            if self._num_lost:  # an earlier REPL of the agent ran in this sandbox and may have broken it
                 raise AgentFailed(
                     f"a REPL cannot be started again after the agent's code ended one: {error}"
                 ) from error

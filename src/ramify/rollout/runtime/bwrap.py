@@ -17,8 +17,8 @@ from ramify.rollout.runtime.cgroup import Cgroup, find_limit_capabilities
 from ramify.rollout.runtime.config import SandboxRuntimeConfig
 from ramify.rollout.runtime.seccomp import ARCHITECTURES, build_seccomp_filter
 
-BOX_DIR = "/box"
-WORK_DIR = "/box/work"
+SANDBOX_DIR = "/sandbox"
+WORK_DIR = "/sandbox/work"
 INIT_FILE = "/.init.py"
 USER_ID = "1000"
 PROBE_TIMEOUT = 20.0  # seconds
@@ -38,7 +38,7 @@ CONFIG_FILES = (
     "/etc/ssl/certs",
     "/etc/ssl/openssl.cnf",
 )
-ETC_DIR = Path(__file__).parent / "box_etc"  # users, groups and host names of a box
+ETC_DIR = Path(__file__).parent / "sandbox_etc"  # users, groups and host names of a sandbox
 
 
 @cache
@@ -92,7 +92,7 @@ def find_capabilities() -> Capabilities:
 def build_bwrap_command(
     config: SandboxRuntimeConfig, disk_mb: int | None, fds: Mapping[str, int], cgroup: Cgroup | None
 ) -> list[str]:
-    """Return the command line of a box. `fds`: the files "control", "info" and "seccomp" that it inherits."""
+    """Return the command line of a sandbox. `fds`: the files "control", "info" and "seccomp" that it inherits."""
     command = [
         shutil.which("bwrap") or "bwrap",
         *_iter_options(config, disk_mb),
@@ -106,13 +106,13 @@ def build_bwrap_command(
         "-S",
         INIT_FILE,
         str(fds["control"]),
-        BOX_DIR,
+        SANDBOX_DIR,
     ]
     return command if cgroup is None else cgroup.build_join_command(command)
 
 
 def parse_child_pid(info: bytes) -> int:
-    """Return the process id of the box's first process from what bubblewrap reported."""
+    """Return the process id of the sandbox's first process from what bubblewrap reported."""
     return int(json.loads(info)["child-pid"])
 
 
@@ -124,15 +124,15 @@ def _find_interpreter() -> str:
 
 def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator[str]:
     yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session")
-    yield "--as-pid-1"  # no program of the box can then kill or stop its first program
-    yield from ("--uid", USER_ID, "--gid", USER_ID, "--hostname", "box", "--cap-drop", "ALL")
+    yield "--as-pid-1"  # no program of the sandbox can then kill or stop its first program
+    yield from ("--uid", USER_ID, "--gid", USER_ID, "--hostname", "sandbox", "--cap-drop", "ALL")
     yield from ("--proc", "/proc", "--dev", "/dev", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm")
     if disk_mb is not None:
         yield from ("--size", str(disk_mb << 20))
-    yield from ("--tmpfs", BOX_DIR)
+    yield from ("--tmpfs", SANDBOX_DIR)
     for name in ("work", "home", "tmp"):
-        yield from ("--dir", f"{BOX_DIR}/{name}")
-    yield from ("--symlink", f"{BOX_DIR.lstrip('/')}/tmp", "/tmp")  # first: a path below may be in /tmp
+        yield from ("--dir", f"{SANDBOX_DIR}/{name}")
+    yield from ("--symlink", f"{SANDBOX_DIR.lstrip('/')}/tmp", "/tmp")  # first: a path below may be in /tmp
     for directory in SYSTEM_DIRS:
         if directory.is_symlink():
             yield from ("--symlink", str(directory.readlink()), str(directory))
@@ -160,7 +160,7 @@ def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator
         sandbox_init.__file__,
         INIT_FILE,
         "--remount-ro",
-        "/proc",  # root of the machine owns /proc/sys, and a box of a root process has its user id
+        "/proc",  # root of the machine owns /proc/sys, and a sandbox of a root process has its user id
         "--remount-ro",
         "/dev",
         "--remount-ro",

@@ -78,7 +78,7 @@ class ContainerRuntimeConfig(RuntimeConfig):
     limits: ResourceLimits = ResourceLimits(memory_mb=4096, max_processes=512)
     image: str = "python:3.12-slim"
     """The image of tasks that name none."""
-    workdir: str = "/box/work"
+    workdir: str = "/sandbox/work"
     """The work directory; that of a task is relative to it, or absolute."""
     engine: Literal["auto", "docker", "podman"] = "auto"
     """The program that runs containers. "auto": the first of docker and podman that is installed."""
@@ -103,7 +103,7 @@ class HostedRuntimeConfig(RuntimeConfig):
     limits: ResourceLimits = ResourceLimits(memory_mb=2048, disk_mb=5120, cpus=1)
     image: str = "python:3.12-slim"
     """The image of tasks that name none."""
-    workdir: str = "/box/work"
+    workdir: str = "/sandbox/work"
     """The work directory; that of a task is relative to it, or absolute."""
     gateway_url: str | None = None
     """The public address of the gateway, such as that of a tunnel; its path is not used."""

@@ -190,7 +190,7 @@ class ContainerRuntime(ShellRuntime):
         engine, owner = self._get_engine(), make_owner_name(next(_numbers))
         await fetch_image(engine, image, self.config)  # apart from the start, which must not be interrupted
         container = _Container(f"{NAME_PREFIX}{owner}", image, limits)
-        command = ["run", "--detach", "--name", container.name, "--hostname", "box"]
+        command = ["run", "--detach", "--name", container.name, "--hostname", "sandbox"]
         command += ["--label", f"{MACHINE_LABEL}={get_machine_id()}"]
         command += ["--network", self.config.network, "--security-opt", "no-new-privileges", "--entrypoint", "sh"]
         command += [

@@ -57,7 +57,7 @@ class ContainerProcess(ShellProcess):
                 pipe.write_eof()
 
     def set_exit_code(self, status: int) -> None:
-        """Record the exit status, and close standard input: the box reads it to its end."""
+        """Record the exit status, and close standard input: the sandbox reads it to its end."""
         super().set_exit_code(status)
         pipe = None if self._transport is None else self._transport.get_pipe_transport(0)
         if pipe is not None and self.is_interactive:

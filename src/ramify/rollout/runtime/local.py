@@ -25,11 +25,11 @@ from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env.runtime import Capabilities, Capability, CommandLine, ResourceLimits, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
 from ramify.processes.cleanup import MARKER_VARIABLE, kill_marked_processes, kill_process_group
-from ramify.rollout.runtime.box_files import BoxFiles
 from ramify.rollout.runtime.cgroup import Cgroup, find_abandoned_groups, find_limit_capabilities
 from ramify.rollout.runtime.config import LocalRuntimeConfig
 from ramify.rollout.runtime.owner import AbandonedThing, is_owner_alive, make_owner_name, remove_abandoned
 from ramify.rollout.runtime.piped_process import PipedProcess
+from ramify.rollout.runtime.sandbox_files import SandboxFiles
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class LocalRuntime(Runtime):
         self._marker = f"{uuid.uuid4().hex[:MARKER_LENGTH]}."
         self._creation_time = time.time()
         self._root_dir: Path | None = None
-        self._open_files: BoxFiles | None = None
+        self._open_files: SandboxFiles | None = None
         self._relative_workdir = PurePath()
         self._limits = NO_LIMITS
         self._cgroup: Cgroup | None = None
@@ -163,12 +163,12 @@ class LocalRuntime(Runtime):
         return remove_abandoned([*find_abandoned_groups(), *_iter_abandoned_directories(parent)])
 
     @property
-    def _files(self) -> BoxFiles:
+    def _files(self) -> SandboxFiles:
         root_dir = self._get_root_dir()
         if self._open_files is None:
             root_fd = os.open(root_dir, os.O_RDONLY | os.O_DIRECTORY)
             workdir = PurePath("work") / self._relative_workdir
-            self._open_files = BoxFiles(root_fd, root_dir, workdir, self.config.max_file_mb)
+            self._open_files = SandboxFiles(root_fd, root_dir, workdir, self.config.max_file_mb)
         return self._open_files
 
     def _get_root_dir(self) -> Path:

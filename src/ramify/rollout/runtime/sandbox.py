@@ -1,16 +1,16 @@
 """The sandbox runtime: programs in namespaces of their own, made by bubblewrap.
 
-A box has its own processes, users, network and mounts. It sees the system's programs read-only, one directory of its
-own in memory, and no file, socket or process of the machine besides. Its network has a single listening socket, which
-leads to the gateway of its rollout. A seccomp filter refuses the system calls that could undo this.
+A sandbox has its own processes, users, network and mounts. It sees the system's programs read-only, one directory of
+its own in memory, and no file, socket or process of the machine besides. Its network has a single listening socket,
+which leads to the gateway of its rollout. A seccomp filter refuses the system calls that could undo this.
 
-    prepare   bwrap starts `sandbox_init`, which hands out the box's directory and its listening socket
+    prepare   bwrap starts `sandbox_init`, which hands out the sandbox's directory and its listening socket
     start     the limits of the task are set
     spawn     `sandbox_init` starts the program with pipes of this process as its standard files
     stop      `sandbox_init` is killed; the kernel kills all others with it, and its files are gone
 
-Nothing of a box outlives this process: bubblewrap is killed with its parent. Only an empty control group can be left,
-which `clean` removes.
+Nothing of a sandbox outlives this process: bubblewrap is killed with its parent. Only an empty control group can be
+left, which `clean` removes.
 """
 
 import asyncio
@@ -30,9 +30,8 @@ from ramify.core.errors import AgentFailed, ConfigInvalid, RamifyError, SandboxE
 from ramify.env.runtime import Capabilities, CommandLine, ResourceLimits, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
 from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
-from ramify.rollout.runtime.box_files import BoxFiles
 from ramify.rollout.runtime.bwrap import (
-    BOX_DIR,
+    SANDBOX_DIR,
     WORK_DIR,
     build_bwrap_command,
     find_capabilities,
@@ -44,13 +43,14 @@ from ramify.rollout.runtime.config import SandboxRuntimeConfig
 from ramify.rollout.runtime.owner import remove_abandoned
 from ramify.rollout.runtime.port_forward import PortForward
 from ramify.rollout.runtime.sandbox_channel import SandboxChannel, create_sealed_file
+from ramify.rollout.runtime.sandbox_files import SandboxFiles
 from ramify.rollout.runtime.sandbox_process import SandboxProcess
 from ramify.rollout.runtime.seccomp import build_seccomp_filter
 
-BOOT_TIMEOUT = 20.0  # seconds for a box to report that it is ready
+BOOT_TIMEOUT = 20.0  # seconds for a sandbox to report that it is ready
 KILLED_EXIT_CODE = SIGNAL_EXIT_OFFSET + signal.SIGKILL  # of bwrap, for its first process
 MAX_REASON_BYTES = 2000  # of bwrap's standard error, in an error message
-STOP_TIMEOUT = 10.0  # seconds for the kernel to end a box
+STOP_TIMEOUT = 10.0  # seconds for the kernel to end a sandbox
 SWEEP_TIMEOUT = 0.2  # seconds for an abandoned control group to become empty
 
 
@@ -61,9 +61,9 @@ class SandboxRuntime(Runtime):
 
     def __init__(self, config: SandboxRuntimeConfig | None = None) -> None:
         super().__init__(config or SandboxRuntimeConfig())
-        self._box: _Box | None = None
+        self._sandbox: _RunningSandbox | None = None
         self._relative_workdir = PurePath()
-        self._files: BoxFiles | None = None
+        self._files: SandboxFiles | None = None
         self._forward: PortForward | None = None
         self._kept_workdir: Path | None = None
         self._stopped = False
@@ -94,31 +94,31 @@ class SandboxRuntime(Runtime):
             raise ConfigInvalid(f"the task's workdir {task.workdir!r} must be relative to the work directory")
 
     async def prepare(self) -> None:
-        """Start the box with the limits of the configuration."""
-        if self._box is None and not self._stopped:
-            await self._start_box(self.config.limits.disk_mb)
+        """Start the sandbox with the limits of the configuration."""
+        if self._sandbox is None and not self._stopped:
+            await self._start_sandbox(self.config.limits.disk_mb)
 
     async def start(self, task: Task) -> None:
-        """Take the prepared box, or start one, and apply the task's limits."""
+        """Take the prepared sandbox, or start one, and apply the task's limits."""
         self.check_task(task)
         limits = self.get_limits(task)
-        # the size of a box's files is fixed, and a prepared box may have been killed meanwhile
-        if self._box is not None and (limits.disk_mb != self._box.disk_mb or not self._box.is_running):
-            await self._remove_box()
-        box = self._box or await self._start_box(limits.disk_mb)
-        box.set_limits(limits)
+        # the size of a sandbox's files is fixed, and a prepared sandbox may have been killed meanwhile
+        if self._sandbox is not None and (limits.disk_mb != self._sandbox.disk_mb or not self._sandbox.is_running):
+            await self._remove_sandbox()
+        sandbox = self._sandbox or await self._start_sandbox(limits.disk_mb)
+        sandbox.set_limits(limits)
         self._relative_workdir = PurePath(task.workdir or "")
-        files = BoxFiles(
-            box.take_directory_fd(),
-            PurePath(BOX_DIR),
-            PurePath(self.workdir).relative_to(BOX_DIR),
+        files = SandboxFiles(
+            sandbox.take_directory_fd(),
+            PurePath(SANDBOX_DIR),
+            PurePath(self.workdir).relative_to(SANDBOX_DIR),
             self.config.max_file_mb,
         )
         self._files = files
         await asyncio.to_thread(files.make_directory, self.workdir)
 
     async def stop(self) -> None:
-        """Kill the box; its files go with it, or are copied out first if `keep_workdir` is set."""
+        """Kill the sandbox; its files go with it, or are copied out first if `keep_workdir` is set."""
         self._stopped = True
         forward, self._forward = self._forward, None
         if forward is not None:
@@ -132,7 +132,7 @@ class SandboxRuntime(Runtime):
         finally:
             if files is not None:
                 files.close()
-            await self._remove_box()
+            await self._remove_sandbox()
 
     async def spawn(
         self,
@@ -143,39 +143,39 @@ class SandboxRuntime(Runtime):
         stdin: bytes | None = None,
         interactive: bool = False,
     ) -> SandboxProcess:
-        """Start a program in the box, with the configured environment variables only."""
-        box = await self._get_box()
+        """Start a program in the sandbox, with the configured environment variables only."""
+        sandbox = await self._get_sandbox()
         argv = build_argv(command)
         process = SandboxProcess(
-            box.channel, box.kill, box.find_end_error, self.config.max_output_bytes, interactive=interactive
+            sandbox.channel, sandbox.kill, sandbox.find_end_error, self.config.max_output_bytes, interactive=interactive
         )
         await process.start(argv, {**self._build_env(), **(env or {})}, str(self.workdir / (cwd or "")), stdin)
         return process
 
     async def read(self, path: str | PurePath) -> bytes:
-        """Return the content of a file of the box."""
+        """Return the content of a file of the sandbox."""
         return await asyncio.to_thread((await self._get_files()).read, path)
 
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
-        """Write a file of the box. Raises OSError if its disk is full."""
+        """Write a file of the sandbox. Raises OSError if its disk is full."""
         files = await self._get_files()
         await asyncio.to_thread(files.write, path, data.encode() if isinstance(data, str) else data)
 
     async def upload(self, source: Path, target: str | PurePath) -> None:
-        """Copy the regular files of a directory of this machine into the box."""
+        """Copy the regular files of a directory of this machine into the sandbox."""
         await asyncio.to_thread((await self._get_files()).upload, source, target)
 
     async def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy a regular file of the box, or those of a directory, to this machine."""
+        """Copy a regular file of the sandbox, or those of a directory, to this machine."""
         await asyncio.to_thread((await self._get_files()).download, source, target)
 
     async def expose(self, base_url: str) -> str:
-        """Forward the box's listening socket to the server of `base_url`; return the URL that reaches it."""
-        box = await self._get_box()
+        """Forward the sandbox's listening socket to the server of `base_url`; return the URL that reaches it."""
+        sandbox = await self._get_sandbox()
         url = urlsplit(base_url)
         if self._forward is not None or url.hostname is None or url.port is None:
             raise ConfigInvalid(f"a sandbox exposes one address with a port; {base_url} cannot be exposed")
-        listener = box.take_listener()
+        listener = sandbox.take_listener()
         port = listener.getsockname()[1]
         self._forward = PortForward(url.hostname, url.port)
         await self._forward.start(listener)
@@ -186,31 +186,31 @@ class SandboxRuntime(Runtime):
         """Remove the control groups of processes that have ended."""
         return remove_abandoned(find_abandoned_groups())
 
-    async def _start_box(self, disk_mb: int | None) -> "_Box":
-        self._box = _Box(disk_mb)
+    async def _start_sandbox(self, disk_mb: int | None) -> "_RunningSandbox":
+        self._sandbox = _RunningSandbox(disk_mb)
         try:
-            await self._box.start(self.config)
+            await self._sandbox.start(self.config)
         except BaseException:
             with contextlib.suppress(SandboxError):  # `stop` tries again and reports it
-                await self._remove_box()
+                await self._remove_sandbox()
             raise
-        return self._box
+        return self._sandbox
 
-    async def _remove_box(self) -> None:
-        """Stop the box, if there is one. It is forgotten when it is gone, so that a failed removal can be repeated."""
-        if self._box is not None:
-            await self._box.stop()
-            self._box = None
+    async def _remove_sandbox(self) -> None:
+        """Stop the sandbox, if there is one. After a failure, this can be called again."""
+        if self._sandbox is not None:
+            await self._sandbox.stop()
+            self._sandbox = None
 
-    async def _get_box(self) -> "_Box":
-        if self._box is None or self._stopped:
+    async def _get_sandbox(self) -> "_RunningSandbox":
+        if self._sandbox is None or self._stopped:
             raise SandboxError("the runtime was stopped or not started; it cannot run anything")
-        if self._box.channel.is_closed:
-            raise await self._box.find_end_error()
-        return self._box
+        if self._sandbox.channel.is_closed:
+            raise await self._sandbox.find_end_error()
+        return self._sandbox
 
-    async def _get_files(self) -> BoxFiles:
-        await self._get_box()
+    async def _get_files(self) -> SandboxFiles:
+        await self._get_sandbox()
         assert self._files is not None
         return self._files
 
@@ -218,14 +218,14 @@ class SandboxRuntime(Runtime):
         search_path = [*self.config.path, f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
         return {
             "PATH": ":".join(dict.fromkeys(search_path)),
-            "HOME": f"{BOX_DIR}/home",
-            "TMPDIR": f"{BOX_DIR}/tmp",
+            "HOME": f"{SANDBOX_DIR}/home",
+            "TMPDIR": f"{SANDBOX_DIR}/tmp",
             "USER": "agent",
             "LANG": "C.UTF-8",
         } | self.config.env
 
 
-class _Box:
+class _RunningSandbox:
     """A running bubblewrap process with its first program, and what that handed out."""
 
     def __init__(self, disk_mb: int | None) -> None:
@@ -241,11 +241,11 @@ class _Box:
 
     @property
     def is_running(self) -> bool:
-        """Whether the box was ready and has not ended."""
+        """Whether the sandbox was ready and has not ended."""
         return self._is_ready and not self.channel.is_closed
 
     async def start(self, config: SandboxRuntimeConfig) -> None:
-        """Start the box and wait until it is ready. Raises SandboxError if it does not start; `stop` it then."""
+        """Start the sandbox and wait until it is ready. Raises SandboxError if it does not start; `stop` it then."""
         try:
             async with asyncio.timeout(BOOT_TIMEOUT):
                 await self._boot(config)
@@ -281,7 +281,7 @@ class _Box:
                 stdout=error_write,
                 stderr=error_write,
                 pass_fds=list(fds.values()),
-                env={"PATH": os.defpath},  # the box sees the environment of bubblewrap's own process
+                env={"PATH": os.defpath},  # the sandbox sees the environment of bubblewrap's own process
                 cwd="/",
                 start_new_session=True,
             )
@@ -303,17 +303,17 @@ class _Box:
         self.channel.start()
 
     def set_limits(self, limits: ResourceLimits) -> None:
-        """Apply limits to the box."""
+        """Apply limits to the sandbox."""
         if self._cgroup is not None:
             self._cgroup.set_limits(limits)
 
     def take_directory_fd(self) -> int:
-        """Return the open directory of the box's files; the caller closes it."""
+        """Return the open directory of the sandbox's files; the caller closes it."""
         directory_fd, self._directory_fd = self._directory_fd, -1
         return directory_fd
 
     def take_listener(self) -> socket.socket:
-        """Return the socket that listens in the box's network; the caller closes it."""
+        """Return the socket that listens in the sandbox's network; the caller closes it."""
         listener, self._listener = self._listener, None
         assert listener is not None
         return listener
@@ -321,7 +321,7 @@ class _Box:
     async def find_end_error(self) -> RamifyError:
         """Return the error of an ended sandbox: SandboxError if nothing inside can have caused it, else AgentFailed.
 
-        The programs of a box run as the same user as its first program. What they can do to it is limited:
+        The programs of a sandbox run as the same user as its first program. What they can do to it is limited:
 
         - Signals do not reach it, since it is process 1 of their namespace and handles only SIGCHLD. The processor time
           after which the kernel kills it cannot be set from inside: the filter refuses limits of other processes.
@@ -344,7 +344,7 @@ class _Box:
         return AgentFailed("the sandbox has ended: its first program ended")
 
     def kill(self) -> None:
-        """Kill all processes of the box. bwrap reaps the first of them and exits; if it is killed too, nobody may."""
+        """Kill all processes of the sandbox, but not bwrap, which reaps the first of them and exits."""
         self._is_killed = True
         fd = self._first_process_fd if self._first_process_fd >= 0 else self._bwrap_fd
         if fd >= 0:
@@ -352,7 +352,7 @@ class _Box:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Kill all processes of the box, wait until they are gone, and release what it held. May be repeated."""
+        """Kill all processes of the sandbox, wait until they are gone, and release what it held. May be repeated."""
         self.kill()
         if self._bwrap is not None:
             try:

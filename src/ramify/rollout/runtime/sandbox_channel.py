@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 
 MAX_MESSAGE_BYTES = 1 << 16
-SEND_TIMEOUT = 20.0  # seconds for the box to accept a request
+SEND_TIMEOUT = 20.0  # seconds for the sandbox to accept a request
 SEND_INTERVAL = 0.01
 
 
 ReplyHandlerFunction = Callable[["SandboxReply | None"], None]
-"""Called with each reply to a request, and with None when the box ends."""
+"""Called with each reply to a request, and with None when the sandbox ends."""
 
 
 class SandboxReply(msgspec.Struct):
-    """A message of `sandbox_init`. Programs of the box could forge it, so the host must not trust it."""
+    """A message of `sandbox_init`. Programs of the sandbox could forge it, so the host must not trust it."""
 
     id: int
     pid: int | None = None
@@ -42,10 +42,10 @@ def create_sealed_file(name: str, content: bytes) -> int:
 
 
 class SandboxChannel:
-    """Sends requests to a box and passes its replies to the handlers of their ids.
+    """Sends requests to a sandbox and passes its replies to the handlers of their ids.
 
-    - `is_closed`: whether the box has ended.
-    - `has_started_program`: whether a program was started, which may have damaged the box.
+    - `is_closed`: whether the sandbox has ended.
+    - `has_started_program`: whether a program was started, which may have damaged the sandbox.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -58,7 +58,7 @@ class SandboxChannel:
         self.has_started_program = False
 
     async def receive_first(self, num_fds: int) -> tuple[bytes, list[int]]:
-        """Return the first message of the box and the open files that it hands out."""
+        """Return the first message of the sandbox and the open files that it hands out."""
         loop = asyncio.get_running_loop()
         readable = loop.create_future()
         loop.add_reader(self._control, lambda: readable.done() or readable.set_result(None))
@@ -77,7 +77,7 @@ class SandboxChannel:
         self._is_reading = True
 
     def close(self) -> None:
-        """Close the connection, which ends the box. Every handler gets None."""
+        """Close the connection, which ends the sandbox. Every handler gets None."""
         if self._is_reading:
             asyncio.get_running_loop().remove_reader(self._control)
             self._is_reading = False
@@ -101,7 +101,7 @@ class SandboxChannel:
         self._handlers.pop(id, None)
 
     async def send(self, request: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-        """Send a request with open files. Raises BrokenPipeError if the box has ended, TimeoutError if it hangs.
+        """Send a request with open files. Raises BrokenPipeError if the sandbox has ended, TimeoutError if it hangs.
 
         The request is in a file of its own, since a command line may be larger than a message.
         """

@@ -25,7 +25,7 @@ import socket
 import sys
 import time
 
-MARKER_VARIABLE = "RAMIFY_BOX"
+MARKER_VARIABLE = "RAMIFY_SANDBOX"
 KILL_TIMEOUT = 5.0  # seconds for all processes of a program to be gone
 KILL_INTERVAL = 0.01  # seconds
 PR_SET_DUMPABLE = 4

@@ -1,8 +1,9 @@
 """A program in a sandbox.
 
-Programs of an agent can keep their box from answering, for example by using all its memory and processor time. A box
-that no longer answers is therefore killed as a whole, and the agent is blamed (`AgentFailed`). Only if no program was
-started yet, the failure is the machine's (`SandboxError`). `find_end_error` decides it for a box that has ended.
+Programs of an agent can keep their sandbox from answering, for example by using all its memory and processor time. A
+sandbox that no longer answers is therefore killed as a whole, and the agent is blamed (`AgentFailed`). Only if no
+program was started yet, the failure is the machine's (`SandboxError`). `find_end_error` decides it for a sandbox that
+has ended.
 """
 
 import asyncio
@@ -16,30 +17,30 @@ from ramify.core.errors import AgentFailed, RamifyError, SandboxError
 from ramify.env.runtime import ExecResult
 from ramify.processes.cleanup import MARKER_VARIABLE
 from ramify.rollout.runtime.piped_process import PipedProcess
-from ramify.rollout.runtime.sandbox_channel import SandboxReply, SandboxChannel
+from ramify.rollout.runtime.sandbox_channel import SandboxChannel, SandboxReply
 
-REPLY_TIMEOUT = 30.0  # seconds for the box to start or kill a program
+REPLY_TIMEOUT = 30.0  # seconds for the sandbox to start or kill a program
 KILLED_EXIT_CODE = -9
 
 
 class SandboxProcess(PipedProcess):
     """A program that the first program of a sandbox started, and all processes it started.
 
-    - `kill_box`: kills all processes of the box.
-    - `find_end_error`: returns the error of a box that has ended.
+    - `kill_sandbox`: kills all processes of the sandbox.
+    - `find_end_error`: returns the error of a sandbox that has ended.
     """
 
     def __init__(
         self,
         channel: SandboxChannel,
-        kill_box: Callable[[], None],
+        kill_sandbox: Callable[[], None],
         find_end_error: Callable[[], Awaitable[RamifyError]],
         max_output_bytes: int,
         *,
         interactive: bool,
     ) -> None:
         super().__init__(max_output_bytes, interactive=interactive)
-        self._channel, self._kill_box, self._find_end_error = channel, kill_box, find_end_error
+        self._channel, self._kill_sandbox, self._find_end_error = channel, kill_sandbox, find_end_error
         self._id = channel.make_id()
         self._started: asyncio.Future[SandboxReply | None] = asyncio.get_running_loop().create_future()
         self._killed: asyncio.Future[bool] | None = None  # of the latest request to kill: whether all are gone
@@ -53,7 +54,7 @@ class SandboxProcess(PipedProcess):
         try:
             await self.open_pipes(stdin)
             request = {"op": "spawn", "id": self._id, "argv": list(argv), "env": variables, "cwd": cwd}
-            # the box opens an empty input itself: the null device of the machine must not be in it
+            # the sandbox opens an empty input itself: the null device of the machine must not be in it
             fds = self.program_fds if self.has_input else self.program_fds[1:]
             reply = await self._request_start(request, tuple(fds))
         except BaseException as error:
@@ -73,13 +74,13 @@ class SandboxProcess(PipedProcess):
         self.pid = reply.pid
 
     async def wait(self, timeout: float) -> ExecResult:
-        """Wait for the program as usual. Raises SandboxError if the box was lost meanwhile."""
+        """Wait for the program as usual. Raises SandboxError if the sandbox was lost meanwhile."""
         result = await super().wait(timeout)
         await self._raise_if_lost()
         return result
 
     async def kill_tree(self) -> None:
-        """Let the box kill the program and the processes with its marker. A box that cannot is killed as a whole."""
+        """Kill the program and the processes with its marker, or the whole sandbox if it does not answer."""
         if self._killed is None or self._killed.done():
             self._killed = asyncio.get_running_loop().create_future()
             self._channel.set_handler(self._id, self._handle_reply)
@@ -89,14 +90,14 @@ class SandboxProcess(PipedProcess):
                 are_gone = await asyncio.shield(self._killed)
         except BrokenPipeError:
             await self._raise_if_lost()
-            return  # the box has ended, and all its programs
+            return  # the sandbox has ended, and all its programs
         except TimeoutError as error:
-            raise self._end_box(f"it did not kill a program in {REPLY_TIMEOUT:g} s") from error
+            raise self._end_sandbox(f"it did not kill a program in {REPLY_TIMEOUT:g} s") from error
         if not are_gone:
-            raise self._end_box("a program of it does not end")
+            raise self._end_sandbox("a program of it does not end")
 
     async def _raise_if_lost(self) -> None:
-        """Raise SandboxError if the box has ended and the agent did not cause it."""
+        """Raise SandboxError if the sandbox has ended and the agent did not cause it."""
         if self._channel.is_closed and isinstance(error := await self._find_end_error(), SandboxError):
             raise error
 
@@ -107,23 +108,23 @@ class SandboxProcess(PipedProcess):
                 await self._channel.send(request, fds)
                 reply = await self._started
         except TimeoutError as error:
-            raise self._end_box(f"it did not start a program in {REPLY_TIMEOUT:g} s") from error
+            raise self._end_sandbox(f"it did not start a program in {REPLY_TIMEOUT:g} s") from error
         except BrokenPipeError:
             reply = None
         if reply is None:
             raise await self._find_end_error()
         return reply
 
-    def _end_box(self, reason: str) -> RamifyError:
-        """Kill the box, and return the error for a box that does not answer."""
-        self._kill_box()
+    def _end_sandbox(self, reason: str) -> RamifyError:
+        """Kill the sandbox, and return the error for a sandbox that does not answer."""
+        self._kill_sandbox()
         error_class = AgentFailed if self._channel.has_started_program else SandboxError
         return error_class(f"the sandbox does not answer, and was killed: {reason}")
 
     def _handle_reply(self, reply: SandboxReply | None) -> None:
         if not self._started.done():
             self._started.set_result(reply)
-        if reply is None:  # the box has ended
+        if reply is None:  # the sandbox has ended
             self.set_exit_code(KILLED_EXIT_CODE)
         elif reply.status is not None:
             self.set_exit_code(reply.status)

@@ -1,8 +1,8 @@
-"""The files of a box that has a shell: they are read and written by short shell scripts that run in the box.
+"""The files of a sandbox that has a shell: they are read and written by short shell scripts that run in the sandbox.
 
-The rules are those of `box_files`: regular files only, no links anywhere in a path, limited sizes. Here they are not
-what keeps the machine safe, since the scripts run in the box: a link leads to a file of the box. What comes out
-is an archive that an agent may have forged (see `archive`).
+The rules are those of `sandbox_files`: regular files only, no links anywhere in a path, limited sizes. Here they are
+not what keeps the machine safe, since the scripts run in the sandbox: a link leads to a file of the sandbox. What comes
+out is an archive that an agent may have forged (see `archive`).
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from typing import Protocol
 
 from ramify.core.errors import SandboxError
 from ramify.env.runtime import ExecResult
-from ramify.rollout.runtime.box_files import COPY_CHUNK, MAX_DEPTH, MAX_FILES
+from ramify.rollout.runtime.sandbox_files import COPY_CHUNK, MAX_DEPTH, MAX_FILES
 
-# Directories as tar archives, on their way into a box and out of it.
+# Directories as tar archives, on their way into a sandbox and out of it.
 #
-# An archive that comes out of a box may be forged. `tarfile` follows chains of extended headers recursively, keeps
+# An archive that comes out of a sandbox may be forged. `tarfile` follows chains of extended headers recursively, keeps
 # every header and copies global ones for each file, so a small archive can use up the stack or the memory.
 # `unpack_archive` therefore reads the few kinds of headers that `tar` writes for files, one at a time and within
 # limits.
@@ -62,7 +62,7 @@ def pack_directory(source: Path) -> bytes:
 def unpack_archive(data: bytes, target: Path, max_bytes: int) -> None:
     """Write the regular files of an archive beneath a directory; leave out links and special files.
 
-    A hard link becomes a copy. Files are readable for this user, whatever their mode in the box. Raises
+    A hard link becomes a copy. Files are readable for this user, whatever their mode in the sandbox. Raises
     ArchiveTooLarge, and tarfile.TarError if the archive is invalid.
     """
     num_bytes = num_files = 0
@@ -177,7 +177,7 @@ exit {DATA_STATUS}
 
 
 class ScriptRunner(Protocol):
-    """Runs a shell script in the box and keeps `max_output` bytes of its output."""
+    """Runs a shell script in the sandbox and keeps `max_output` bytes of its output."""
 
     def __call__(self, script: str, *args: str, stdin: bytes | None, max_output: int) -> Awaitable[ExecResult]:
         """Return the result of the script."""
@@ -185,9 +185,9 @@ class ScriptRunner(Protocol):
 
 
 class ShellFiles:
-    """The files of a box.
+    """The files of a sandbox.
 
-    - `run_script`: runs a shell script in the box.
+    - `run_script`: runs a shell script in the sandbox.
     - `workdir`: the directory that relative paths refer to.
     - `max_mb`: most mebibytes of a file, or of a directory, that are read.
     """
@@ -211,13 +211,13 @@ class ShellFiles:
         _raise_for_status(result, path)
 
     async def upload(self, source: Path, target: str | PurePath) -> None:
-        """Copy the regular files and directories of a host directory into a directory of the box."""
+        """Copy the regular files and directories of a host directory into a directory of the sandbox."""
         archive = await asyncio.to_thread(pack_directory, source)
         result = await self._run_script(UPLOAD_SCRIPT, self._resolve(target), stdin=archive, max_output=COPY_CHUNK)
         _raise_for_status(result, target)
 
     async def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy a regular file of the box, or those of a directory, to a host path; leave out links and special files.
+        """Copy a regular file, or the regular files of a directory, from the sandbox to a host path.
 
         Raises ValueError if the files are too large or too many.
         """
@@ -261,6 +261,6 @@ def _raise_for_status(result: ExecResult, path: str | PurePath) -> None:
 
 
 def _find_errno(reason: str) -> int:
-    """Return the error number whose text a program of the box wrote, or that of an input/output error."""
+    """Return the error number whose text a program of the sandbox wrote, or that of an input/output error."""
     known = (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT)
     return next((number for number in known if os.strerror(number) in reason), errno.EIO)

@@ -1,7 +1,7 @@
-"""A program in a box that has a shell and nothing of ours: a container, or a sandbox of a provider.
+"""A program in a sandbox that has a shell and nothing of ours: a container, or a sandbox of a provider.
 
-The box runs one shell per program. That shell changes to the work directory, starts the program and writes records to
-its own output, each with a random marker. The host reads them to learn that the program has started, or why not, and
+The sandbox runs one shell per program. That shell changes to the work directory, starts the program and writes records
+to its own output, each with a random marker. The host reads them to learn that the program has started, or why not, and
 how it ended. So the result does not wait for a background program that keeps the output open.
 
     stderr   MARKER started PID | MARKER failed ERRNO (cwd|program)     then the program's output
@@ -79,8 +79,8 @@ def _count_overlap(data: bytes, start: bytes) -> int:
     return next((size for size in range(min(len(start) - 1, len(data)), 0, -1) if data.endswith(start[:size])), 0)
 
 
-START_TIMEOUT = 60.0  # seconds for a box to start a program
-KILL_TIMEOUT = 30.0  # seconds for a box to kill a program and all it started
+START_TIMEOUT = 60.0  # seconds for a sandbox to start a program
+KILL_TIMEOUT = 30.0  # seconds for a sandbox to kill a program and all it started
 MAX_ARGUMENT_BYTES = 1 << 17  # of one argument or variable, on Linux
 SIGNAL_STATUS = 128
 
@@ -110,7 +110,8 @@ printf '\036%s exited %s\n' "$r_marker" "$r_status" >&2
 finish "$r_status"
 """
 
-# It starts no program but `sleep`: a box may be too full for more. `read` leaves out the null bytes between variables.
+# It starts no program but `sleep`: a sandbox may be too full for more. `read` leaves out the null bytes between
+# variables.
 KILL_SCRIPT = r"""
 round=0 killed=yes
 while [ -n "$killed" ]; do
@@ -134,7 +135,7 @@ KillFunction = Callable[[str], Awaitable[None]]
 class ShellProcess(RuntimeProcess):
     """A program that `SPAWN_SCRIPT` started. A subclass connects its streams and calls `feed` and `set_exit_code`.
 
-    - `kill_marked`: kills the processes of the box with a marker. None: `kill` closes the streams only.
+    - `kill_marked`: kills the processes of the sandbox with a marker. None: `kill` closes the streams only.
     - `can_end_input`: whether the host can end the standard input of an interactive program.
     """
 
@@ -172,14 +173,14 @@ class ShellProcess(RuntimeProcess):
         return ["-c", SPAWN_SCRIPT, "sh", self.marker, cwd, "yes" if has_stdin else "", *argv]
 
     async def wait_started(self) -> None:
-        """Wait until the program runs. Raises OSError if it cannot be run, SandboxError if the box does not answer."""
+        """Wait until the program runs. Raises OSError if it cannot, SandboxError if the sandbox does not answer."""
         try:
             async with asyncio.timeout(START_TIMEOUT):
                 await asyncio.wait([self._started, self._exit_code], return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError as error:
-            raise SandboxError(f"the box did not start {self._program!r} in {START_TIMEOUT:g} s") from error
+            raise SandboxError(f"the sandbox did not start {self._program!r} in {START_TIMEOUT:g} s") from error
         if not self._started.done():
-            raise BoxUnreachable(self._outputs[1].getvalue().decode("utf-8", "replace").strip())
+            raise SandboxUnreachable(self._outputs[1].getvalue().decode("utf-8", "replace").strip())
         self._started.result()
 
     def limit_unread_output(self, transport: asyncio.ReadTransport) -> None:
@@ -188,7 +189,7 @@ class ShellProcess(RuntimeProcess):
             self._lines.set_transport(transport)
 
     def feed(self, stream: int, data: bytes) -> None:
-        """Take what the box wrote to standard output (1) or standard error (2)."""
+        """Take what the sandbox wrote to standard output (1) or standard error (2)."""
         self._filters[stream - 1].write(data)
 
     def feed_eof(self, stream: int) -> None:
@@ -198,7 +199,7 @@ class ShellProcess(RuntimeProcess):
             self._end_stdout()
 
     def set_exit_code(self, status: int) -> None:
-        """Record the exit status that the box reports. The first call counts."""
+        """Record the exit status that the sandbox reports. The first call counts."""
         if not self._exit_code.done():
             is_signal = SIGNAL_STATUS < status < SIGNAL_STATUS + signal.NSIG
             self._exit_code.set_result(SIGNAL_STATUS - status if is_signal else status)
@@ -274,8 +275,8 @@ class ShellProcess(RuntimeProcess):
             self.set_exit_code(int(fields[1]))
 
 
-class BoxUnreachable(Exception):
-    """The box did not run its shell; the text is what the engine or the provider wrote."""
+class SandboxUnreachable(Exception):
+    """The sandbox did not run its shell; the text is what the engine or the provider wrote."""
 
 
 def check_arguments(texts: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""The common part of runtimes whose box has a shell and no code of Ramify: the shell runs programs and copies files.
+"""The common part of runtimes whose sandbox has a shell but no code of Ramify.
 
-A subclass starts the box, and `_open_shell` runs `sh` in it with given arguments, environment and input. Scripts in
-the box do the rest (`shell_process`, `shell_files`), so any image with `sh`, `cat`, `head` and `tar` works.
+A subclass starts the sandbox, and `_open_shell` runs `sh` in it with given arguments, environment and input. Scripts in
+the sandbox do the rest (`shell_process`, `shell_files`), so any image with `sh`, `cat`, `head` and `tar` works.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from ramify.rollout.runtime.shell_files import ShellFiles
 from ramify.rollout.runtime.shell_process import (
     KILL_SCRIPT,
     KILL_TIMEOUT,
-    BoxUnreachable,
     KillFunction,
+    SandboxUnreachable,
     ShellProcess,
     check_arguments,
 )
@@ -31,7 +31,7 @@ WORKDIR_SCRIPT = '[ -d "$1" ] || { mkdir -p "$1" && chmod 0777 "$1"; } && cd "$1
 
 
 class ShellRuntime(Runtime):
-    """A runtime whose programs and files are reached through a shell in its box."""
+    """A runtime whose programs and files are reached through a shell in its sandbox."""
 
     def __init__(self, config: RuntimeConfig, workdir: str) -> None:
         super().__init__(config)
@@ -65,7 +65,7 @@ class ShellRuntime(Runtime):
         stdin: bytes | None = None,
         interactive: bool = False,
     ) -> ShellProcess:
-        """Start a program in the box, with the environment of its image and the configured variables."""
+        """Start a program in the sandbox, with the environment of its image and the configured variables."""
         argv = build_argv(command)
         variables = {"TMPDIR": "/tmp", **self.config.env, **(env or {})}
         check_variables(variables)
@@ -74,45 +74,45 @@ class ShellRuntime(Runtime):
         return process
 
     async def read(self, path: str | PurePath) -> bytes:
-        """Return the content of a file of the box."""
+        """Return the content of a file of the sandbox."""
         return await self._get_files().read(path)
 
     async def write(self, path: str | PurePath, data: bytes | str) -> None:
-        """Write a file of the box. Raises OSError if its disk is full."""
+        """Write a file of the sandbox. Raises OSError if its disk is full."""
         await self._get_files().write(path, data.encode() if isinstance(data, str) else data)
 
     async def upload(self, source: Path, target: str | PurePath) -> None:
-        """Copy the regular files of a directory of this machine into the box."""
+        """Copy the regular files of a directory of this machine into the sandbox."""
         await self._get_files().upload(source, target)
 
     async def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy the regular files of a directory of the box to this machine."""
+        """Copy the regular files of a directory of the sandbox to this machine."""
         await self._get_files().download(source, target)
 
     @abstractmethod
     def _make_process(
         self, max_output_bytes: int, kill_marked: KillFunction | None, *, interactive: bool
     ) -> ShellProcess:
-        """Return a process that is not started. Raises SandboxError if there is no box."""
+        """Return a process that is not started. Raises SandboxError if there is no sandbox."""
 
     @abstractmethod
     async def _open_shell(
         self, process: ShellProcess, args: Sequence[str], env: Mapping[str, str], stdin: bytes | None
     ) -> None:
-        """Run `sh` with these arguments in the box, and connect its streams to the process."""
+        """Run `sh` with these arguments in the sandbox, and connect its streams to the process."""
 
     @abstractmethod
     async def _raise_unreachable(self, reason: str) -> None:
-        """Raise AgentFailed if the box has ended, else SandboxError."""
+        """Raise AgentFailed if the sandbox has ended, else SandboxError."""
 
     async def _kill_marked(self, marker: str) -> None:
-        """Kill the programs of the box that carry a marker. Raises SandboxError if that is not possible."""
+        """Kill the programs of the sandbox that carry a marker. Raises SandboxError if that is not possible."""
         try:
             result = await self._run_script(KILL_SCRIPT, marker, stdin=None, max_output=1000, timeout=KILL_TIMEOUT)
         except AgentFailed:
-            return  # the box has ended, and all its programs
+            return  # the sandbox has ended, and all its programs
         if result.returncode:
-            raise SandboxError(f"programs of the box cannot be killed: {result.stderr.decode('utf-8', 'replace')}")
+            raise SandboxError(f"programs of the sandbox cannot be killed: {result.stderr.decode('utf-8', 'replace')}")
 
     async def _prepare_workdir(self, task: Task) -> None:
         """Create the work directory of a task, and remember it without links in its path."""
@@ -136,7 +136,7 @@ class ShellRuntime(Runtime):
     async def _run_script(
         self, script: str, *args: str, stdin: bytes | None, max_output: int, timeout: float = SCRIPT_TIMEOUT
     ) -> ExecResult:
-        """Run a shell script in the box, without a marker in its environment."""
+        """Run a shell script in the sandbox, without a marker in its environment."""
         check_arguments(args)
         process = self._make_process(max_output, None, interactive=False)
         await self._start_process(process, ["sh", "-c", script, "sh", *args], None, "/", stdin)
@@ -161,14 +161,14 @@ class ShellRuntime(Runtime):
         try:
             await self._open_shell(process, args, variables, stdin)
             await process.wait_started()
-        except BoxUnreachable as error:
+        except SandboxUnreachable as error:
             await process.close()
             await self._raise_unreachable(str(error))
         except (OSError, SandboxError):
             await process.close()
             raise
         except asyncio.CancelledError:
-            with contextlib.suppress(RamifyError):  # a cancellation stays one; `stop` removes the box
+            with contextlib.suppress(RamifyError):  # a cancellation stays one; `stop` removes the sandbox
                 await process.kill()
             raise
 

@@ -1,8 +1,8 @@
 """repair: find and fix the bug in a small module.
 
-The agent's box holds only the module with its bug. The tests are data: calls with their expected results. They are run
-in a fresh box, which gets the agent's file and the calls. The expected results stay in the worker, which compares them,
-so nothing that the file does there can make a wrong result right.
+The agent's sandbox holds only the module with its bug. The tests are data: calls with their expected results. They are
+run in a fresh sandbox, which gets the agent's file and the calls. The expected results stay in the worker, which
+compares them, so nothing that the file does there can make a wrong result right.
 
 `python -m tools.repair` made the bugs, one edit of one of the modules each.
 """

@@ -1,8 +1,8 @@
-"""The program that calls the functions of an agent's module. It runs in the box of the rewards, without Ramify.
+"""The program that calls the functions of an agent's module. It runs in the sandbox of the rewards, without Ramify.
 
 It reads {"file", "cases": [{"id", "function", "args"}]} and writes one line {"id", "result"} for each call. A result is
 {"value": ...} or {"raises": the name of the exception}. Whatever the module does to this process, it can only change
-what is reported, and what should be reported is not in the box.
+what is reported, and what should be reported is not in the sandbox.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The program that runs `case_caller` in a child process and reports its results. It runs in the box of the rewards.
+"""The program that runs `case_caller` in a child process and reports its results, in the sandbox of the rewards.
 
 It reads {"nonce", "program", "timeout", "file", "cases"}. For each line that the child wrote it writes {"nonce", "id",
 "result"}. The child, in which the agent's module runs, does not get the nonce.

@@ -1,8 +1,8 @@
-"""Runs test cases in a fresh box, and compares the results in this process.
+"""Runs test cases in a fresh sandbox, and compares the results in this process.
 
-A result counts only if the program in the box reports it with the id of its case and the nonce of this run. The exit
-status counts for nothing. Results are compared as JSON text: no method of the agent's objects is called, and 1, 1.0
-and true differ.
+A result counts only if the program in the sandbox reports it with the id of its case and the nonce of this run. The
+exit status counts for nothing. Results are compared as JSON text: no method of the agent's objects is called, and 1,
+1.0 and true differ.
 """
 
 import json
@@ -16,7 +16,7 @@ from ramify.core.errors import AgentFailed, EnvironmentFault
 
 RUNNER = Path(__file__).with_name("case_runner.py")
 CALLER = Path(__file__).with_name("case_caller.py")
-CASE_FIELDS = ("id", "function", "args")  # what the box learns of a case
+CASE_FIELDS = ("id", "function", "args")  # what the sandbox learns of a case
 START_TIMEOUT = 30.0  # seconds that the programs may take in addition to the cases
 NO_PROGRAM_EXIT_CODES = (126, 127)  # the runtime could not run it
 
@@ -28,7 +28,8 @@ async def collect_results(
 ) -> dict[str, list[dict[str, Any]]]:
     """Run all cases on the agent's file and return what was reported for each id.
 
-    Raises EnvironmentFault if there is no Python in the box. A box that the agent's file ends reports nothing more.
+    Raises EnvironmentFault if there is no Python in the sandbox. A sandbox that the agent's file ends reports nothing
+    more.
     """
     nonce = secrets.token_hex(16)
     request = {

@@ -1,4 +1,4 @@
-"""The example configs of tasks that need a box: each passes its dry run, with small files in place of datasets."""
+"""The example configs of tasks that need a sandbox: each passes its dry run, with small files in place of datasets."""
 
 import json
 import re

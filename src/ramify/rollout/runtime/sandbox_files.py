@@ -23,7 +23,7 @@ MAX_FILES = 100_000  # in a directory that is copied out
 MAX_DEPTH = 100  # of directories in it
 
 
-class BoxFiles:
+class SandboxFiles:
     """The files beneath a root directory.
 
     - `root_fd`: the open root directory; `close` closes it.
@@ -68,7 +68,7 @@ class BoxFiles:
             pass
 
     def upload(self, source: Path, target: str | PurePath) -> None:
-        """Copy the regular files and directories of a host directory into a directory of the box."""
+        """Copy the regular files and directories of a host directory into a directory of the sandbox."""
         self.make_directory(target)
         for directory, directories, names in os.walk(source):
             relative = PurePath(target) / Path(directory).relative_to(source)
@@ -80,7 +80,7 @@ class BoxFiles:
                     self.write(relative / name, file.read_bytes(), mode=stat.S_IMODE(file.stat().st_mode))
 
     def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy a regular file of the box, or those of a directory, to a host path; leave out links and special files.
+        """Copy a regular file, or the regular files of a directory, from the sandbox to a host path.
 
         Raises ValueError if the files are too large or too many.
         """
@@ -101,7 +101,7 @@ class BoxFiles:
                 num_bytes += self._copy_file(file, target / relative, self._max_bytes - num_bytes)
 
     def _copy_file(self, file: IO[bytes], target: Path, max_bytes: int) -> int:
-        """Copy an open file of the box with its permissions; return its size. Raises ValueError if it is too large."""
+        """Copy an open file with its permissions; return its size. Raises ValueError if it is too large."""
         num_bytes = 0
         with target.open("wb") as copy:
             while chunk := file.read(COPY_CHUNK):
