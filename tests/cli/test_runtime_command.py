@@ -74,7 +74,7 @@ def test_clean_goes_on_after_what_cannot_be_removed(capsys, monkeypatch, tmp_pat
     parents = cgroup.CgroupParents({"memory": groups}, {})
     monkeypatch.setattr(cgroup, "find_cgroup_parents", lambda: parents)
     monkeypatch.setattr(cgroup.remove_group, "__defaults__", (0.05,))
-    monkeypatch.setattr(cgroup.find_abandoned_groups, "__defaults__", (0.05,))
+    monkeypatch.setattr(cgroup.find_leftover_groups, "__defaults__", (0.05,))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     directory = tmp_path / f"ramify-{make_ended_owner_name('0' * 16)}"
     directory.mkdir()

@@ -70,10 +70,10 @@ async def test_sandbox_of_an_ended_process_is_cleaned_and_no_other(prime_fake):
         (living,) = prime_fake.sandboxes.values()
         labels = [re.sub(r"^ramify-owner-\d+", "ramify-owner-999999999", name) for name in living["labels"]]
         other_machine = [re.sub(r"^ramify-machine-.*", "ramify-machine-other", name) for name in labels]
-        prime_fake.sandboxes["abandoned"] = {**living, "id": "abandoned", "labels": labels}
+        prime_fake.sandboxes["leftover"] = {**living, "id": "leftover", "labels": labels}
         prime_fake.sandboxes["elsewhere"] = {**living, "id": "elsewhere", "labels": other_machine}
         config = HostedRuntimeConfig()
-        assert await asyncio.to_thread(HostedRuntime.clean, config) == ["hosted sandbox abandoned"]
+        assert await asyncio.to_thread(HostedRuntime.clean, config) == ["hosted sandbox leftover"]
         assert await asyncio.to_thread(HostedRuntime.clean, config) == []
         assert set(prime_fake.sandboxes) == {living["id"], "elsewhere"}
         prime_fake.remove("elsewhere")

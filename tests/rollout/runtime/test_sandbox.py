@@ -551,8 +551,8 @@ def test_missing_program_is_named(monkeypatch):
 def test_first_sandbox_of_a_process_removes_groups_of_killed_ones():
     requires(Capability.MEMORY_LIMIT)
     parent = cgroup.find_cgroup_parents().directories["memory"]
-    abandoned = parent / f"{cgroup.GROUP_PREFIX}{make_ended_owner_name(0)}"
-    abandoned.mkdir(exist_ok=True)
+    leftover = parent / f"{cgroup.GROUP_PREFIX}{make_ended_owner_name(0)}"
+    leftover.mkdir(exist_ok=True)
     script = """
 import asyncio
 from ramify.env import Task
@@ -566,4 +566,4 @@ async def main():
 asyncio.run(main())
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-    assert not abandoned.exists()
+    assert not leftover.exists()

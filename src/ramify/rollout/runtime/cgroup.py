@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from ramify.core.errors import SandboxError
 from ramify.env.runtime import Capability, ResourceLimits
-from ramify.rollout.runtime.owner import AbandonedThing, is_owner_alive, make_owner_name
+from ramify.rollout.runtime.owner import Leftover, is_owner_alive, make_owner_name
 
 MOUNTS_FILE = Path("/proc/self/mountinfo")
 MEMBERSHIP_FILE = Path("/proc/self/cgroup")
@@ -165,10 +165,10 @@ def remove_group(directory: Path, timeout: float = REMOVE_TIMEOUT) -> None:
             time.sleep(REMOVE_INTERVAL)
 
 
-def find_abandoned_groups(timeout: float = REMOVE_TIMEOUT) -> list[AbandonedThing]:
+def find_leftover_groups(timeout: float = REMOVE_TIMEOUT) -> list[Leftover]:
     """Return the groups whose owner has ended. `timeout`: seconds for each to become empty."""
     return [
-        AbandonedThing(f"control group {directory}", partial(remove_group, directory, timeout))
+        Leftover(f"control group {directory}", partial(remove_group, directory, timeout))
         for parent in dict.fromkeys(find_cgroup_parents().directories.values())
         for directory in parent.glob(f"{GROUP_PREFIX}*")
         if not is_owner_alive(directory.name.removeprefix(GROUP_PREFIX))

@@ -33,13 +33,13 @@ from ramify.rollout.runtime.container_engine import (
     EngineResult,
     build_limit_options,
     fetch_image,
-    find_abandoned_containers,
     find_engine,
+    find_leftover_containers,
     find_unsupported_reason,
     open_listener,
 )
 from ramify.rollout.runtime.container_process import ContainerProcess
-from ramify.rollout.runtime.owner import get_machine_id, make_owner_name, remove_abandoned
+from ramify.rollout.runtime.owner import get_machine_id, make_owner_name, remove_leftovers
 from ramify.rollout.runtime.port_forward import PortForward
 from ramify.rollout.runtime.shell_process import KillFunction, ShellProcess
 from ramify.rollout.runtime.shell_runtime import WORKDIR_SCRIPT, ShellRuntime, replace_address
@@ -149,7 +149,7 @@ class ContainerRuntime(ShellRuntime):
         engine = find_engine(config)
         if engine is None or find_unsupported_reason(engine, config.engine):
             return ()
-        return remove_abandoned(find_abandoned_containers(engine))
+        return remove_leftovers(find_leftover_containers(engine))
 
     def _make_process(
         self, max_output_bytes: int, kill_marked: KillFunction | None, *, interactive: bool

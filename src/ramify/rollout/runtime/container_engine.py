@@ -21,7 +21,7 @@ from ramify.core.config.schema import is_dict
 from ramify.core.errors import SandboxError
 from ramify.env.runtime import ResourceLimits
 from ramify.rollout.runtime.config import ContainerRuntimeConfig
-from ramify.rollout.runtime.owner import AbandonedThing, get_machine_id, is_owner_alive
+from ramify.rollout.runtime.owner import Leftover, get_machine_id, is_owner_alive
 
 # A socket that listens in the network of a container and is held by this process.
 #
@@ -247,12 +247,12 @@ def build_limit_options(limits: ResourceLimits) -> list[str]:
     return options
 
 
-def find_abandoned_containers(engine: ContainerEngine) -> list[AbandonedThing]:
+def find_leftover_containers(engine: ContainerEngine) -> list[Leftover]:
     """Return the containers of processes of this machine that have ended."""
     machine = f"label={MACHINE_LABEL}={get_machine_id()}"
     listing = engine.run_blocking("ps", "--all", "--filter", machine, "--format", "{{.Names}}").stdout
     return [
-        AbandonedThing(f"container {name}", partial(_remove_container, engine, name))
+        Leftover(f"container {name}", partial(_remove_container, engine, name))
         for name in listing.split()
         if not is_owner_alive(name.removeprefix(NAME_PREFIX))
     ]

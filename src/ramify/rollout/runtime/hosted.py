@@ -120,10 +120,10 @@ class HostedRuntime(ShellRuntime):
         sdk = _load_sdk()
         with _translate_clean_errors():
             client = sdk.SandboxClient(sdk.APIClient())
-            abandoned = [id for id, owner in _iter_owners(client) if not is_owner_alive(owner)]
-            for sandbox_id in abandoned:
+            leftovers = [id for id, owner in _iter_owners(client) if not is_owner_alive(owner)]
+            for sandbox_id in leftovers:
                 client.delete(sandbox_id)
-        return [f"hosted sandbox {sandbox_id}" for sandbox_id in abandoned]
+        return [f"hosted sandbox {sandbox_id}" for sandbox_id in leftovers]
 
     def _build_request(self, task: Task) -> dict[str, Any]:
         """Return the fields of the request that creates the sandbox of a task."""

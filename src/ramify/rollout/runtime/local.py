@@ -25,9 +25,9 @@ from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env.runtime import Capabilities, Capability, CommandLine, ResourceLimits, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
 from ramify.processes.cleanup import MARKER_VARIABLE, kill_marked_processes, kill_process_group
-from ramify.rollout.runtime.cgroup import Cgroup, find_abandoned_groups, find_limit_capabilities
+from ramify.rollout.runtime.cgroup import Cgroup, find_leftover_groups, find_limit_capabilities
 from ramify.rollout.runtime.config import LocalRuntimeConfig
-from ramify.rollout.runtime.owner import AbandonedThing, is_owner_alive, make_owner_name, remove_abandoned
+from ramify.rollout.runtime.owner import Leftover, is_owner_alive, make_owner_name, remove_leftovers
 from ramify.rollout.runtime.piped_process import PipedProcess
 from ramify.rollout.runtime.sandbox_files import SandboxFiles
 
@@ -160,7 +160,7 @@ class LocalRuntime(Runtime):
     def clean(cls, config: RuntimeConfig) -> Iterator[str]:
         """Kill the programs and remove the directories and control groups of processes that have ended."""
         parent = Path(getattr(config, "workdir_root", None) or tempfile.gettempdir())
-        return remove_abandoned([*find_abandoned_groups(), *_iter_abandoned_directories(parent)])
+        return remove_leftovers([*find_leftover_groups(), *_iter_leftover_directories(parent)])
 
     @property
     def _files(self) -> SandboxFiles:
@@ -277,15 +277,15 @@ def _find_capabilities() -> Capabilities:
     return Capabilities(available | {Capability.GATEWAY}, reasons)
 
 
-def _iter_abandoned_directories(parent: Path) -> Iterator[AbandonedThing]:
+def _iter_leftover_directories(parent: Path) -> Iterator[Leftover]:
     for directory in parent.glob(f"{DIRECTORY_PREFIX}*"):
         owner_name = directory.name.removeprefix(DIRECTORY_PREFIX)
         marker = owner_name.rpartition("-")[2]
         if MARKER_PATTERN.fullmatch(marker) and _is_own_directory(directory) and not is_owner_alive(owner_name):
-            yield AbandonedThing(f"directory {directory}", partial(_remove_abandoned_directory, directory, marker))
+            yield Leftover(f"directory {directory}", partial(_remove_leftover_directory, directory, marker))
 
 
-def _remove_abandoned_directory(directory: Path, marker: str) -> None:
+def _remove_leftover_directory(directory: Path, marker: str) -> None:
     kill_marked_processes(marker)
     _remove_directory(directory)
 

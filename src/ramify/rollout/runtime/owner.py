@@ -27,7 +27,7 @@ ID_LENGTH = 8  # of the ids in names, which are short because the names are part
 
 
 @dataclass(frozen=True, slots=True)
-class AbandonedThing:
+class Leftover:
     """Something that an ended process left behind: its description, and the function that removes it."""
 
     description: str
@@ -47,21 +47,21 @@ def is_owner_alive(name: str) -> bool:
     return match["boot"] == _get_boot_id() and _get_start(int(match["pid"])) == int(match["start"])
 
 
-def remove_abandoned(things: Iterable[AbandonedThing]) -> Iterator[str]:
-    """Remove things; yield the description of each that is gone.
+def remove_leftovers(leftovers: Iterable[Leftover]) -> Iterator[str]:
+    """Remove them; yield the description of each that is gone.
 
     Raises SandboxError at the end if some could not be removed, with the reasons.
     """
     failures: list[str] = []
-    for thing in things:
+    for leftover in leftovers:
         try:
-            thing.remove()
+            leftover.remove()
         except SandboxError as error:
-            failures.append(f"{thing.description}: {error.message}")
+            failures.append(f"{leftover.description}: {error.message}")
         except OSError as error:
-            failures.append(f"{thing.description}: {error}")
+            failures.append(f"{leftover.description}: {error}")
         else:
-            yield thing.description
+            yield leftover.description
     if failures:
         raise SandboxError(f"{len(failures)} not removed: {'; '.join(failures)}")
 

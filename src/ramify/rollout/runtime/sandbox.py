@@ -38,9 +38,9 @@ from ramify.rollout.runtime.bwrap import (
     find_unsupported_reason,
     parse_child_pid,
 )
-from ramify.rollout.runtime.cgroup import Cgroup, find_abandoned_groups, find_cgroup_parents
+from ramify.rollout.runtime.cgroup import Cgroup, find_cgroup_parents, find_leftover_groups
 from ramify.rollout.runtime.config import SandboxRuntimeConfig
-from ramify.rollout.runtime.owner import remove_abandoned
+from ramify.rollout.runtime.owner import remove_leftovers
 from ramify.rollout.runtime.port_forward import PortForward
 from ramify.rollout.runtime.sandbox_channel import SandboxChannel, create_sealed_file
 from ramify.rollout.runtime.sandbox_files import SandboxFiles
@@ -51,7 +51,7 @@ BOOT_TIMEOUT = 20.0  # seconds for a sandbox to report that it is ready
 KILLED_EXIT_CODE = SIGNAL_EXIT_OFFSET + signal.SIGKILL  # of bwrap, for its first process
 MAX_REASON_BYTES = 2000  # of bwrap's standard error, in an error message
 STOP_TIMEOUT = 10.0  # seconds for the kernel to end a sandbox
-SWEEP_TIMEOUT = 0.2  # seconds for an abandoned control group to become empty
+SWEEP_TIMEOUT = 0.2  # seconds for a leftover control group to become empty
 
 
 class SandboxRuntime(Runtime):
@@ -184,7 +184,7 @@ class SandboxRuntime(Runtime):
     @classmethod
     def clean(cls, config: RuntimeConfig) -> Iterator[str]:
         """Remove the control groups of processes that have ended."""
-        return remove_abandoned(find_abandoned_groups())
+        return remove_leftovers(find_leftover_groups())
 
     async def _start_sandbox(self, disk_mb: int | None) -> "_RunningSandbox":
         self._sandbox = _RunningSandbox(disk_mb)
@@ -380,4 +380,4 @@ class _RunningSandbox:
 def _sweep_groups_once() -> None:
     """Remove the control groups of killed processes. Once per process is enough: an empty group uses no resources."""
     with contextlib.suppress(SandboxError):  # `clean` reports what cannot be removed
-        list(remove_abandoned(find_abandoned_groups(SWEEP_TIMEOUT)))
+        list(remove_leftovers(find_leftover_groups(SWEEP_TIMEOUT)))
