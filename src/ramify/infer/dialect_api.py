@@ -86,7 +86,7 @@ def build_routes(
             serves_any_model=False,
             response_store=store,
             call_timeout=timeout,
-            abandon_after=0.0,
+            reconnect_timeout=0.0,
         )
 
     routes = build_dialect_routes(open_session, KEEPALIVE_INTERVAL)

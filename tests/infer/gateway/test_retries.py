@@ -114,7 +114,7 @@ async def test_an_undelivered_reply_is_returned_to_an_equal_request(open_scenari
 
 
 async def test_a_call_is_cancelled_if_its_client_does_not_return(open_scenario):
-    async with open_scenario(numbered_replies(), abandon_after=0.05) as scenario:
+    async with open_scenario(numbered_replies(), reconnect_timeout=0.05) as scenario:
         scenario.engine.gate.clear()
         await post_and_hang_up(scenario)
         await scenario.engine.disconnected.wait()

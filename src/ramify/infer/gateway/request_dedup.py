@@ -4,7 +4,7 @@ A client that times out disconnects and sends its request again. Sampling again 
 replies, because those are lost less often. So a request is a retry if its headers say so, or if the reply to an equal
 request was never delivered; a retry joins the original call. Any other request is a new sample.
 
-    running ──> answered ──> delivered          running ──> abandoned (no client within `abandon_after` seconds)
+    running ──> answered ──> delivered          running ──> cancelled (no client within `reconnect_timeout` seconds)
 """
 
 import asyncio
@@ -18,30 +18,30 @@ from ramify.infer.dialects.model_call import ModelReply, ModelRequest
 class SharedCall:
     """A running or finished call that several requests may wait for.
 
-    `delivered` says whether a client has received the reply. A call without waiters is cancelled after `abandon_after`
-    seconds.
+    `delivered` says whether a client has received the reply. A call without waiters is cancelled after
+    `reconnect_timeout` seconds.
     """
 
     def __init__(
         self,
         call: Coroutine[Any, Any, ModelReply],
-        abandon_after: float,
+        reconnect_timeout: float,
         name: str,
         on_failure: Callable[["SharedCall"], None],
     ) -> None:
         self._task = asyncio.create_task(call, name=name)
         self._task.add_done_callback(self._on_done)
         self._on_failure = on_failure
-        self._abandon_after = abandon_after
+        self._reconnect_timeout = reconnect_timeout
         self._num_waiters = 0
-        self._abandon_timer: asyncio.TimerHandle | None = None
-        self._abandoned = False
+        self._cancel_timer: asyncio.TimerHandle | None = None
+        self._cancelled = False
         self.delivered = False
 
     @property
     def has_failed(self) -> bool:
         """Whether the call ended without a reply."""
-        if self._abandoned:
+        if self._cancelled:
             return True
         return self._task.done() and (self._task.cancelled() or self._task.exception() is not None)
 
@@ -53,9 +53,9 @@ class SharedCall:
     def join(self) -> None:
         """Add a waiter, who must call `leave` later."""
         self._num_waiters += 1
-        if self._abandon_timer is not None:
-            self._abandon_timer.cancel()
-            self._abandon_timer = None
+        if self._cancel_timer is not None:
+            self._cancel_timer.cancel()
+            self._cancel_timer = None
 
     async def wait(self) -> ModelReply:
         """Wait for the reply, or raise the failure of the call. Cancelling the wait does not cancel the call."""
@@ -66,13 +66,13 @@ class SharedCall:
         self._num_waiters -= 1
         self.delivered = self.delivered or delivered
         if not self._num_waiters and not self._task.done():
-            self._abandon_timer = asyncio.get_running_loop().call_later(self._abandon_after, self.cancel)
+            self._cancel_timer = asyncio.get_running_loop().call_later(self._reconnect_timeout, self.cancel)
 
     def cancel(self) -> None:
         """Cancel the call now."""
-        if self._abandon_timer is not None:
-            self._abandon_timer.cancel()
-        self._abandoned = not self._task.done()
+        if self._cancel_timer is not None:
+            self._cancel_timer.cancel()
+        self._cancelled = not self._task.done()
         self._task.cancel()
 
     def _on_done(self, task: asyncio.Task[ModelReply]) -> None:
@@ -86,8 +86,8 @@ class RequestDeduplicator:
     `task_name` is the name of the tasks that run the calls. A call that has failed is forgotten.
     """
 
-    def __init__(self, abandon_after: float, task_name: str) -> None:
-        self._abandon_after, self._task_name = abandon_after, task_name
+    def __init__(self, reconnect_timeout: float, task_name: str) -> None:
+        self._reconnect_timeout, self._task_name = reconnect_timeout, task_name
         self._by_fingerprint: dict[Hashable, list[SharedCall]] = {}
         self._by_idempotency_key: dict[str, SharedCall] = {}
 
@@ -99,7 +99,7 @@ class RequestDeduplicator:
         if call is None:
             key = request.idempotency_key
             forget = partial(self._forget, fingerprint, key)
-            call = SharedCall(make_call(), self._abandon_after, self._task_name, forget)
+            call = SharedCall(make_call(), self._reconnect_timeout, self._task_name, forget)
             self._by_fingerprint.setdefault(fingerprint, []).append(call)
             if key is not None:
                 self._by_idempotency_key[key] = call

@@ -50,7 +50,7 @@ MAX_REFUSAL_CHARS = 1000  # of a refusal's message
 MAX_IGNORED_FIELDS = 50  # names of ignored fields that a trace keeps
 MAX_IGNORED_FIELD_CHARS = 100  # of such a name
 DEFAULT_QUOTA = QuotaSettings()
-ABANDON_AFTER = 5.0  # seconds a call runs on after its client disconnected; SDKs retry within about this time
+RECONNECT_TIMEOUT = 5.0  # seconds a call runs on after its client disconnected; SDKs retry within about this time
 
 
 class RolloutSession:
@@ -75,7 +75,7 @@ class RolloutSession:
         is_training: bool = False,
         seed: int | None = None,
         call_timeout: float = 600.0,
-        abandon_after: float = ABANDON_AFTER,
+        reconnect_timeout: float = RECONNECT_TIMEOUT,
         quota: QuotaSettings = DEFAULT_QUOTA,
     ) -> None:
         if is_training:
@@ -105,7 +105,7 @@ class RolloutSession:
         self._trie_by_policy: dict[int, ConversationTrie] = {}  # by id of the policy
         self._reply_by_node: dict[int, TrieNode] = {}
         self._node_by_call: dict[str, int] = {}
-        self._deduplicator = RequestDeduplicator(abandon_after, f"{REQUEST_TASK_PREFIX}{trace.id}")
+        self._deduplicator = RequestDeduplicator(reconnect_timeout, f"{REQUEST_TASK_PREFIX}{trace.id}")
         self._media: dict[str, Media] = {}
         self._num_calls = 0
         self._num_running, self._busy_since, self._busy_seconds = 0, 0.0, 0.0
