@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 QUEUE_TIMEOUT = 0.005  # seconds that a job waits for a busy thread before another one starts
 IDLE_TIMEOUT = 5.0  # seconds that the last thread waits for a job before it exits
 MAX_THREADS = 64  # threads that run jobs
-MAX_ABANDONED_THREADS = 1024  # threads that may run cancelled jobs; further ones count towards MAX_THREADS
+MAX_DETACHED_THREADS = 1024  # threads that may run cancelled jobs; further ones count towards MAX_THREADS
 
 _threads_by_loop: "WeakKeyDictionary[asyncio.AbstractEventLoop, HookThreads]" = WeakKeyDictionary()
 
@@ -40,12 +40,12 @@ async def run_in_hook_thread(function: Callable[..., Any], kwargs: dict[str, Any
 class _HookJob:
     """A function call, and its result or error once `done` is set."""
 
-    __slots__ = ("abandoned", "context", "done", "error", "finished", "function", "kwargs", "result", "started")
+    __slots__ = ("context", "detached", "done", "error", "finished", "function", "kwargs", "result", "started")
 
     def __init__(self, function: Callable[..., Any], kwargs: dict[str, Any], done: asyncio.Future[None]) -> None:
         self.function, self.kwargs, self.done = function, kwargs, done
         self.context = contextvars.copy_context()
-        self.started = self.finished = self.abandoned = False
+        self.started = self.finished = self.detached = False
         self.result: Any = None
         self.error: Exception | None = None
 
@@ -69,7 +69,7 @@ class HookThreads:
         self._jobs: SimpleQueue[_HookJob] = SimpleQueue()
         self._finished_jobs: deque[_HookJob] = deque()
         self._delivery_scheduled = False  # whether the loop will call `_deliver_one`
-        self._num_active = self._num_abandoned = 0
+        self._num_active = self._num_detached = 0
         self._lock = threading.Lock()
 
     async def run(self, job: _HookJob) -> Any:
@@ -81,7 +81,7 @@ class HookThreads:
         try:
             await job.done
         except asyncio.CancelledError:
-            self._abandon(job)
+            self._detach(job)
             raise
         finally:
             timer.cancel()
@@ -93,13 +93,13 @@ class HookThreads:
         if not job.started and self._num_active < MAX_THREADS:
             self._start_thread()
 
-    def _abandon(self, job: _HookJob) -> None:
+    def _detach(self, job: _HookJob) -> None:
         with self._lock:
-            if not job.started or job.finished or self._num_abandoned >= MAX_ABANDONED_THREADS:
+            if not job.started or job.finished or self._num_detached >= MAX_DETACHED_THREADS:
                 return
-            job.abandoned = True
+            job.detached = True
             self._num_active -= 1
-            self._num_abandoned += 1
+            self._num_detached += 1
         if not self._jobs.empty() and self._num_active < MAX_THREADS:
             self._start_thread()
 
@@ -113,8 +113,8 @@ class HookThreads:
             job.run()
             with self._lock:
                 job.finished = True
-                self._num_abandoned -= job.abandoned
-            if job.abandoned:
+                self._num_detached -= job.detached
+            if job.detached:
                 return  # this thread no longer counts
             self._post_result(job)
             del job  # so that the result can be freed while the thread waits
