@@ -30,7 +30,7 @@ async def work(taskset, *, kind="local", files=None, command="", index=0, **sour
     agent = {"id": "tests.support.sandbox_agent:SandboxAgent", "files": files or {}, "command": command}
     runtime = {
         "id": kind,
-        "warm_pool_size": 0,
+        "num_prepared": 0,
         "env": {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     }  # plugins are slow to import
     env = Environment.load(SourceConfig(taskset=taskset, harness=agent, runtime=runtime, **source))

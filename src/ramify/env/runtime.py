@@ -99,7 +99,7 @@ class RuntimeConfig(Config):
     - `max_file_mb`: mebibytes of the largest file, and of the largest directory, that is read out of the runtime.
     - `env`: environment variables for every program.
     - `limits`: resources of one rollout; `task.resources` overrides them.
-    - `warm_pool_size`: runtimes that are prepared before a rollout needs them. 0: none.
+    - `num_prepared`: runtimes that are prepared before a rollout needs them. 0: none.
     """
 
     id: str = "local"
@@ -108,7 +108,7 @@ class RuntimeConfig(Config):
     max_file_mb: float = Field(default=64.0, gt=0)
     env: dict[str, str] = {}
     limits: ResourceLimits = ResourceLimits()
-    warm_pool_size: int = Field(default=0, ge=0)
+    num_prepared: int = Field(default=0, ge=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class Runtime(ABC):
                 capabilities.check(capability, f"{name} in {origin}", runtime_id)
 
     async def prepare(self) -> None:
-        """Do the part of `start` that does not depend on the task. A warm pool calls it ahead of time."""
+        """Do the part of `start` that does not depend on the task. `PreparedRuntimes` calls it ahead of time."""
         return
 
     @abstractmethod

@@ -36,7 +36,7 @@ from ramify.infer.gateway.policy import Policy
 from ramify.infer.gateway.session import RolloutSession
 from ramify.rollout.environment import Environment
 from ramify.rollout.harness.initial_messages import get_user_prompt_texts
-from ramify.rollout.runtime_pool import RetryingRuntime
+from ramify.rollout.prepared_runtimes import RetryingRuntime
 from ramify.rollout.scoring import build_unscored_rewards, raise_environment_faults, score_trace
 from ramify.rollout.scoring_state import SCORING_STATE_KEY, save_state
 from ramify.rollout.task_commands import collect_outputs, run_task_commands
@@ -184,7 +184,7 @@ class AttemptRunner:
         seed_text = f"{seed}:{task.identity}:{attempt}"
         self.env, self.task = env, task
         self.harness_timeout = task.timeout or env.harness.config.timeout
-        self.runtime = RetryingRuntime(env.runtime_pool.take())
+        self.runtime = RetryingRuntime(env.prepared_runtimes.take())
         self._policy, self._seed_text, self._train = policy, seed_text, train
         self.trace = Trace(
             id=id,
@@ -297,7 +297,7 @@ class AttemptRunner:
             async with fail_after(self.env.source.timeouts.boot, "the runtime of the rewards"):
                 self.trace.info["outputs"] = await collect_outputs(self.runtime, outputs, Path(directory))
                 await self._stop_runtime()
-                self.runtime = self.context.runtime = RetryingRuntime(self.env.runtime_pool.take())
+                self.runtime = self.context.runtime = RetryingRuntime(self.env.prepared_runtimes.take())
                 await self.runtime.start(self.task)
             await self._run_task_commands("setup", self.task.setup)  # it has a time limit of its own
             async with fail_after(self.env.source.timeouts.boot, "the outputs of the task"):

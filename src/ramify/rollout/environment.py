@@ -24,8 +24,8 @@ from ramify.processes.interpreter import find_other_interpreter
 from ramify.rollout.config import SourceConfig
 from ramify.rollout.harness import Harness
 from ramify.rollout.harness.initial_messages import build_initial_messages
+from ramify.rollout.prepared_runtimes import PreparedRuntimes
 from ramify.rollout.runtime.bwrap import describe_fallback
-from ramify.rollout.runtime_pool import RuntimePool
 
 # Check the images in the prompt of a task as a rollout would, without a model.
 
@@ -44,7 +44,7 @@ def check_prompt_images(task: Task) -> bool:
 
 PLACEMENT_KEYS = {
     "keep_workdir",
-    "warm_pool_size",
+    "num_prepared",
     "workdir_root",
     "engine",
     "host",
@@ -70,7 +70,7 @@ class Environment:
     """The sampling parameters, in the form that traces store."""
     runtime_metadata: dict[str, Any]
     """The description of the runtime, in the form that traces store."""
-    runtime_pool: RuntimePool
+    prepared_runtimes: PreparedRuntimes
     """The runtimes that are prepared for the next rollouts."""
     start_pacer: LoopPacer = field(default_factory=LoopPacer)
     """Lets one rollout start per event-loop iteration, so that a burst of requests does not block heartbeats."""
@@ -114,7 +114,7 @@ class Environment:
             limits=source.limits,
             sampling_metadata=source.sampling.model_dump(mode="json"),
             runtime_metadata=runtime_class(runtime_config).trace_metadata,
-            runtime_pool=RuntimePool(lambda: runtime_class(runtime_config), runtime_config.warm_pool_size),
+            prepared_runtimes=PreparedRuntimes(lambda: runtime_class(runtime_config), runtime_config.num_prepared),
         )
         env.make_runtime().check_task(Task())
         harness.check_compatibility(env.hooks, env.make_runtime())
@@ -125,7 +125,7 @@ class Environment:
 
     async def close(self) -> None:
         """Close the connections to the models that the harness config names, and stop the prepared runtimes."""
-        await self.runtime_pool.close()
+        await self.prepared_runtimes.close()
         models, self._model_policies = self._model_policies, {}
         for model in models.values():
             await model.close()

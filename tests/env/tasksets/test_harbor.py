@@ -56,7 +56,7 @@ async def test_programs_of_the_environment_can_be_run(folder):
 
 @pytest.mark.process
 async def test_solution_is_the_gold(sandbox_kind):
-    env = Environment.load(SourceConfig(taskset=TASKSET, runtime={"id": sandbox_kind, "warm_pool_size": 0}))
+    env = Environment.load(SourceConfig(taskset=TASKSET, runtime={"id": sandbox_kind, "num_prepared": 0}))
     result = await asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60)
     assert (result.problem, result.reward, result.has_gold) == (None, 1.0, True)
 

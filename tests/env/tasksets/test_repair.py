@@ -216,7 +216,7 @@ async def test_agent_with_a_shell_repairs_the_module():
     skip_unless_available("sandbox")
     bug = next(bug for bug in load_bugs() if bug["text"] == "<" and bug["operator"] == "comparison")
     taskset = {"id": "repair", "split": assign_split(bug["module"]), "timeout": 3}
-    source = SourceConfig(taskset=taskset, harness={"id": "bash"}, runtime={"id": "sandbox", "warm_pool_size": 0})
+    source = SourceConfig(taskset=taskset, harness={"id": "bash"}, runtime={"id": "sandbox", "num_prepared": 0})
     env, gold = Environment.load(source), load_sources()[bug["module"]]
     buggy = gold[: bug["start"]] + bug["text"] + gold[bug["stop"] :]
     task = next(task for task in env.iter_tasks() if task.source == buggy)

@@ -82,7 +82,7 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path,
                 answers["done"] += 1
 
     async def main():
-        config = make_config(engine.url, tmp_path, runtime={"id": "sandbox", "warm_pool_size": 2}, max_tries=3)
+        config = make_config(engine.url, tmp_path, runtime={"id": "sandbox", "num_prepared": 2}, max_tries=3)
         async with EnvServer(config) as server, EnvClient(server.address, settings=QUICK) as client:
             await wait_until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
             slots = asyncio.Semaphore(CONCURRENCY)

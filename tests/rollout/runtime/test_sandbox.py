@@ -324,7 +324,7 @@ async def test_too_few_processes_for_a_sandbox_are_named():
 
     for _ in range(8):  # bwrap may exit before or after it is looked at
         with pytest.raises(SandboxError, match=r"runtime\.limits\.max_processes = 1 is probably too low"):
-            async with open_runtime("sandbox", limits={"max_processes": 1}, warm_pool_size=0):
+            async with open_runtime("sandbox", limits={"max_processes": 1}, num_prepared=0):
                 pass
 
 

@@ -36,7 +36,7 @@ class SandboxRuntimeConfig(RuntimeConfig):
 
     id: str = "sandbox"
     limits: ResourceLimits = ResourceLimits(memory_mb=2048, max_processes=512, disk_mb=1024)
-    warm_pool_size: int = Field(default=2, ge=0)
+    num_prepared: int = Field(default=2, ge=0)
     read_only: list[str] = []
     """Directories and files of this machine that programs can read, such as the installation of an agent: `PATH`, or
     `PATH:PATH_IN_THE_SANDBOX`."""

@@ -1,6 +1,6 @@
 """Runtimes that are prepared before a rollout needs them, so that rollouts do not wait for a sandbox to start.
 
-    take -> a prepared runtime if there is one, else a new one; the pool prepares another in the background
+    take -> a prepared runtime if there is one, else a new one; another is prepared in the background
 
 A runtime serves one rollout and is never returned. If preparing fails, the rollout that comes next prepares its own
 runtime and reports the failure.
@@ -110,7 +110,7 @@ class RetryingRuntime(Runtime):
 _logger = logging.getLogger("ramify.runtimes")
 
 
-class RuntimePool:
+class PreparedRuntimes:
     """Holds up to `size` prepared runtimes from the first `take` to `close`."""
 
     def __init__(self, make_runtime: Callable[[], Runtime], size: int) -> None:

@@ -1,15 +1,15 @@
-"""The warm pool: runtimes are prepared before they are needed, each serves one rollout, and none is left behind."""
+"""The warm prepared: runtimes are prepared before they are needed, each serves one rollout, and none is left behind."""
 
 import asyncio
 
 from ramify.core.errors import SandboxError
 from ramify.env import RuntimeConfig
+from ramify.rollout.prepared_runtimes import PreparedRuntimes
 from ramify.rollout.runtime import LocalRuntime, LocalRuntimeConfig
-from ramify.rollout.runtime_pool import RuntimePool
 
 
 class CountingRuntime(LocalRuntime):
-    """A runtime that counts what the pool does with it."""
+    """A runtime that counts what the prepared does with it."""
 
     def __init__(self, config: LocalRuntimeConfig, log: list[str], *, fails: bool = False) -> None:
         super().__init__(config)
@@ -30,11 +30,11 @@ def run_pool(test, size: int, **options):
     log: list[str] = []
 
     async def run():
-        pool = RuntimePool(lambda: CountingRuntime(LocalRuntimeConfig(), log, **options), size)
+        prepared = PreparedRuntimes(lambda: CountingRuntime(LocalRuntimeConfig(), log, **options), size)
         try:
-            await test(pool)
+            await test(prepared)
         finally:
-            await pool.close()
+            await prepared.close()
 
     asyncio.run(asyncio.wait_for(run(), 20))
     return log
@@ -46,11 +46,11 @@ async def settle() -> None:
 
 
 def test_runtimes_are_prepared_after_the_first_and_stopped_at_the_end():
-    async def test(pool):
-        first = pool.take()
+    async def test(prepared):
+        first = prepared.take()
         assert not first.is_prepared
         await settle()
-        second, third = pool.take(), pool.take()
+        second, third = prepared.take(), prepared.take()
         assert second.is_prepared and third.is_prepared and second is not third
         await settle()
 
@@ -59,19 +59,19 @@ def test_runtimes_are_prepared_after_the_first_and_stopped_at_the_end():
 
 
 def test_pool_of_size_zero_prepares_nothing():
-    async def test(pool):
-        pool.take()
+    async def test(prepared):
+        prepared.take()
         await settle()
 
     assert run_pool(test, 0) == []
-    assert RuntimeConfig().warm_pool_size == 0
+    assert RuntimeConfig().num_prepared == 0
 
 
 def test_failure_to_prepare_leaves_it_to_the_rollout():
-    async def test(pool):
-        pool.take()
+    async def test(prepared):
+        prepared.take()
         await settle()
-        assert not pool.take().is_prepared
+        assert not prepared.take().is_prepared
         await settle()
 
     log = run_pool(test, 1, fails=True)
@@ -87,9 +87,9 @@ async def test_runtime_that_could_not_be_stopped_is_tried_again_and_reported(cap
     log: list[str] = []
 
     async with asyncio.timeout(20):
-        pool = RuntimePool(lambda: StuckRuntime(LocalRuntimeConfig(), log, fails=True), 1)
-        pool.take()
+        prepared = PreparedRuntimes(lambda: StuckRuntime(LocalRuntimeConfig(), log, fails=True), 1)
+        prepared.take()
         await settle()
-        await pool.close()
+        await prepared.close()
     assert log == ["prepare", "stop", "stop"]
     assert caplog.text.count("its directory cannot be removed") == 2
