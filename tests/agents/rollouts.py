@@ -24,7 +24,7 @@ def build_source(program: str, programs: Path) -> dict[str, Any]:
     return {
         "taskset": {"id": TASKSET},
         "harness": {"id": program, "timeout": 900},
-        "runtime": {"id": "sandbox", "read_only": [str(programs)], "path": path},
+        "runtime": {"id": "sandbox", "read_only": [str(programs)], "prepend_path": path},
         "sampling": {"temperature": 1.0, "max_tokens": 512},
     }
 

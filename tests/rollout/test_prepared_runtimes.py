@@ -1,4 +1,4 @@
-"""The warm prepared: runtimes are prepared before they are needed, each serves one rollout, and none is left behind."""
+"""Runtimes are prepared before they are needed, each serves one rollout, and none is left behind."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from ramify.rollout.runtime import LocalRuntime, LocalRuntimeConfig
 
 
 class CountingRuntime(LocalRuntime):
-    """A runtime that counts what the prepared does with it."""
+    """A runtime that counts the calls it gets."""
 
     def __init__(self, config: LocalRuntimeConfig, log: list[str], *, fails: bool = False) -> None:
         super().__init__(config)
@@ -26,7 +26,7 @@ class CountingRuntime(LocalRuntime):
         await super().stop()
 
 
-def run_pool(test, size: int, **options):
+def run_prepared(test, size: int, **options):
     log: list[str] = []
 
     async def run():
@@ -54,16 +54,16 @@ def test_runtimes_are_prepared_after_the_first_and_stopped_at_the_end():
         assert second.is_prepared and third.is_prepared and second is not third
         await settle()
 
-    log = run_pool(test, 2)
+    log = run_prepared(test, 2)
     assert (log.count("prepare"), log.count("stop")) == (4, 2)  # what was taken is stopped by its rollout
 
 
-def test_pool_of_size_zero_prepares_nothing():
+def test_size_zero_prepares_nothing():
     async def test(prepared):
         prepared.take()
         await settle()
 
-    assert run_pool(test, 0) == []
+    assert run_prepared(test, 0) == []
     assert RuntimeConfig().num_prepared == 0
 
 
@@ -74,7 +74,7 @@ def test_failure_to_prepare_leaves_it_to_the_rollout():
         assert not prepared.take().is_prepared
         await settle()
 
-    log = run_pool(test, 1, fails=True)
+    log = run_prepared(test, 1, fails=True)
     assert log.count("prepare") == log.count("stop") == 2
 
 

@@ -188,7 +188,7 @@ async def test_a_program_that_fails_after_a_reply_is_scored():
 async def test_a_program_that_is_not_there_is_a_fault_of_the_environment(runtime):
     trace = await run_program([], runtime=runtime, command=["no-such-agent"])
     assert error_names(trace) == ["EnvironmentFault"]
-    assert "no-such-agent" in trace.errors[0].message and "runtime.path" in trace.errors[0].message
+    assert "no-such-agent" in trace.errors[0].message and "runtime.prepend_path" in trace.errors[0].message
 
 
 async def test_a_program_that_gives_up_after_a_failed_call_is_not_blamed():

@@ -206,7 +206,7 @@ class ProgramHarness(Harness):
         except (OSError, ValueError) as error:
             raise EnvironmentFault(
                 f"the program {command[0]!r} cannot be run in the runtime: {error}; install it, and for a sandbox name "
-                "its directory in runtime.read_only and runtime.path"
+                "its directory in runtime.read_only and runtime.prepend_path"
             ) from error
 
     async def _build_values(

@@ -118,7 +118,7 @@ class Repl:
         except FileNotFoundError as error:
             raise ConfigInvalid(
                 f"the runtime {self._runtime.config.id!r} has no python3, which the harness rlm needs: add it to the "
-                "image or to `runtime.path`, or use another harness"
+                "image or to `runtime.prepend_path`, or use another harness"
             ) from error
         except (OSError, ValueError) as error:
             raise SandboxError(f"a REPL cannot be started: {error}") from error

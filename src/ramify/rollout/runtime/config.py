@@ -40,8 +40,8 @@ class SandboxRuntimeConfig(RuntimeConfig):
     read_only: list[str] = []
     """Directories and files of this machine that programs can read, such as the installation of an agent: `PATH`, or
     `PATH:PATH_IN_THE_SANDBOX`."""
-    path: list[str] = []
-    """Directories that are searched for programs before those of the system."""
+    prepend_path: list[str] = []
+    """Directories to search for programs before the system's, such as `/opt/agent/bin`."""
     fallback: Literal["local"] | None = None
     """The runtime that is used on a machine where a sandbox does not work. None: the run is refused there."""
 

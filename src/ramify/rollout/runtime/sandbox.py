@@ -215,7 +215,7 @@ class SandboxRuntime(Runtime):
         return self._files
 
     def _build_env(self) -> dict[str, str]:
-        search_path = [*self.config.path, f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
+        search_path = [*self.config.prepend_path, f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
         return {
             "PATH": ":".join(dict.fromkeys(search_path)),
             "HOME": f"{SANDBOX_DIR}/home",
