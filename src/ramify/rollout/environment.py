@@ -47,7 +47,7 @@ PLACEMENT_KEYS = {
     "num_prepared",
     "workdir_root",
     "engine",
-    "host",
+    "engine_host",
     "gateway_url",
     "pull",
     "lifetime",

@@ -82,7 +82,7 @@ def test_limit_that_the_engine_does_not_have_is_refused(make_engine):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"host": "ssh://me@far"}, "a container on ssh://me@far without a network has no way to it"),
+        ({"engine_host": "ssh://me@far"}, "a container on ssh://me@far without a network has no way to it"),
         ({"network": "bridge"}, "set gateway_url"),
     ],
 )

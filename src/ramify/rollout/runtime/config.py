@@ -84,12 +84,12 @@ class ContainerRuntimeConfig(RuntimeConfig):
     """The program that runs containers. "auto": the first of docker and podman that is installed."""
     engine_args: list[str] = []
     """Further arguments of `docker run` or `podman run`, such as `["--runtime", "runc"]`."""
-    host: str | None = None
+    engine_host: str | None = None
     """The machine that runs the containers, such as `"ssh://user@machine"`. None: this one."""
     network: str = "none"
     """The network of the containers. "none": programs reach the gateway of their rollout and nothing else."""
     gateway_url: str | None = None
-    """The address at which containers reach the gateway, where `network` or `host` is set; its path is not used."""
+    """The address at which containers reach the gateway, if `network` or `engine_host` is set; its path is not used."""
     pull: Literal["missing", "never", "always"] = "missing"
     """When images are fetched."""
     user: str | None = None

@@ -184,8 +184,8 @@ def find_engine(config: ContainerRuntimeConfig) -> ContainerEngine | None:
         program = shutil.which(name)
         if program is not None:
             option = ("--host",) if name == "docker" else ("--url",)
-            command = (program, *option, config.host) if config.host is not None else (program,)
-            return ContainerEngine(name, command, config.host or os.environ.get(HOST_VARIABLES[name]))
+            command = (program, *option, config.engine_host) if config.engine_host is not None else (program,)
+            return ContainerEngine(name, command, config.engine_host or os.environ.get(HOST_VARIABLES[name]))
     return None
 
 
