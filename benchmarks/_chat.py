@@ -1,6 +1,6 @@
 """A chat model without weights and a long conversation, for the comparison of renderers.
 
-The tokenizer is a byte-level BPE trained on the pages of docs/, the template is that of Qwen2.5 in the tests.
+The tokenizer is a byte-level BPE trained on the pages of docs/, the template is the tests' template for Qwen2.5.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A turn is one user message of 1000 ASCII characters that adds 250 tokens to the 
 with 250 sampled tokens and their logprobs: 500 tokens a turn, 1 kB messages. The prompt of a turn is every token before
 it on its path plus the 250 new ones. Logprobs are float32 values, so a library that keeps 32 bits loses nothing.
 
-Tokens are `array("i")` (four bytes each): numpy views them without a copy, `tolist()` gives fresh Python integers like
-those of a decoded engine reply. Each side converts to the type it declares, outside of the time it measures.
+Tokens are `array("i")` (four bytes each): numpy views them without a copy, `tolist()` gives fresh Python integers, like
+a decoded engine reply. Each side converts to the type it declares, outside of the time it measures.
 """
 
 from __future__ import annotations

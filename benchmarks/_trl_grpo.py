@@ -2,10 +2,10 @@
 
     _trl_grpo.py SETTINGS_JSON
 
-The settings are those of `rl_cpu.Trl`: the tasks, the seed, when the process was started (Unix seconds) and after how
-many seconds it gives up. Settings that only cost time are off (gradient checkpointing, saving, reports, progress bars);
-the whole batch is one forward and backward unless `micro` says less. A reward counts from the moment it is known,
-before its step is trained. Sampling is plain: the whole distribution, until the model ends its turn.
+The settings come from `rl_cpu.Trl`: the tasks, the seed, when the process was started (Unix seconds) and after how many
+seconds it stops. Settings that only cost time are off (gradient checkpointing, saving, reports, progress bars); the
+whole batch is one forward and backward unless `micro` says less. A reward counts from the moment it is known, before
+its step is trained. Sampling is plain: the whole distribution, until the model ends its turn.
 """
 
 from __future__ import annotations

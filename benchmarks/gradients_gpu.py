@@ -1,12 +1,12 @@
 """Gradients in bfloat16 on one GPU: forests beside flat paths, and both beside float32.
 
-The gradients of a forest should differ from those of flat paths no more than two flat runs with different packing
+The gradients of a forest should differ from flat paths no more than two flat runs with different packing
 differ from each other, and be as close to float32. The models are trained first: three architectures of realistic
 depth, trained here on the sources of Python's standard library, and SmolLM2 if it is given; the text is new to them.
 
 A batch is packed flat in several ways and as forests in as many. The check compares the mean distance of forests to
 flat runs with the largest distance between two flat runs; compared with the mean distance of flat runs the ratio is 1
-within its error, so that is only printed. The distance of forests to float32 may be 3 % larger than that of flat runs.
+within its error, so that is only printed. The distance of forests to float32 may be 3 % larger than for flat runs.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def measure_distances(
     """Measure the distances of one batch.
 
     Forests and flat paths are packed into about the same number of packs, because the gradient of a pack is rounded to
-    bfloat16 before those of several packs are summed.
+    bfloat16 before several packs are summed.
     """
 
     def compute_gradients(forests: list[Forest], flat: bool) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """reverse-text with SmolLM2-135M on one GPU that trainer and engine share: `ramify sft`, then `ramify rl`.
 
-SmolLM2 does not attempt to reverse a word. The warm-up shows it the format, and mostly how to give up: a share of the
-examples has the right answer, the others a question mark, so it samples the skill about as often as that. The run
+SmolLM2 does not attempt to reverse a word. The warm-up shows it the format, and mostly how not to answer: a share of
+the examples has the right answer, the others a question mark, so it samples the skill about as often as that. The run
 `learn` has to find it by RL: from a reward of at most 0.20 to 0.75 within 40 steps of 8 groups of 16. Texts have 4 to 8
 characters.
 

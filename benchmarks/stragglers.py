@@ -3,7 +3,7 @@
 The benchmark runs a real orchestrator with an environment that sleeps, an engine that accepts every version, and a
 trainer that only acknowledges its steps. One task in ten sleeps 20 times the median, and the median is a quarter of a
 step. The reference is the same run without a bound on staleness, in which a batch has the groups that finish first.
-Fractions are those of the groups that were issued before the last `max_staleness` steps: some of the others cannot
+Fractions count the groups that were issued before the last `max_staleness` steps: some of the others cannot
 have been trained yet.
 """
 

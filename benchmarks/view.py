@@ -1,8 +1,8 @@
 """The page of `ramify view` on a large run: how fast it answers, what a live run pays, how a long rollout opens.
 
-The run has 100,000 rollouts, written through the store. The server is a process of its own, as for a user. Times are
-those of whole requests. What a browser shows needs Playwright on PYTHONPATH and Chromium (`make test-view` installs
-Playwright into .venvs/view/python); without them, `--check` exits with 3.
+The run has 100,000 rollouts, written through the store. The server is a process of its own, as for a user. Times cover
+whole requests. What a browser shows needs Playwright on PYTHONPATH and Chromium (`make test-view` installs Playwright
+into .venvs/view/python); without them, `--check` exits with 3.
 """
 
 from __future__ import annotations

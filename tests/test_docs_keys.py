@@ -96,7 +96,7 @@ OTHER_FLAGS = {"privileged", "max-logprobs"}  # of podman and of vLLM
 
 @cache
 def read_known_flags() -> frozenset[str]:
-    """Return the flags that the source names: those of the commands, of the benchmarks, and of programs they start."""
+    """Return the flags that the source names: of the commands, the benchmarks, and the programs they start."""
     files = [*(ROOT / "src" / "ramify").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
     return frozenset(flag for file in files for flag in FLAG.findall(file.read_text()))
 

@@ -1,6 +1,6 @@
 """Make the screenshots of the documentation from a real run: `python -m tools.screenshots OUTPUTS --run NAME`.
 
-The run is that of `make rl` with groups of 16: `ramify rl @ examples/reverse_text/rl.toml --name reverse-16
+The run is `make rl` with groups of 16: `ramify rl @ examples/reverse_text/rl.toml --name reverse-16
 --orchestrator.group_size 16 --orchestrator.batch_size 256 --max_steps 16`. Playwright has to be on PYTHONPATH (`make
 test-view` installs it into .venvs/view/python). The images are reduced to a palette, which makes them small.
 """
@@ -27,7 +27,9 @@ def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("outputs", type=Path, help="folder of runs")
     flags.add_argument("--run", default="reverse-16", help="the run to show")
-    flags.add_argument("--group", type=int, help="the group to show as a forest; that of the worst rollout")
+    flags.add_argument(
+        "--group", type=int, help="the group to show as a forest; default: the group of the worst rollout"
+    )
     flags.add_argument("--chromium", default="chromium", help="the browser")
     flags.add_argument("--folder", type=Path, default=IMAGES, help="where the images are written")
     options = flags.parse_args()

@@ -66,7 +66,7 @@ class Duel(rf.Taskset):
 
     @rf.reward
     def lead(self, trace: rf.Trace, state: SimpleNamespace) -> float:
-        """The points of the player minus those of the other one."""
+        """The points of the player minus the other player's."""
         return 2 * state.points[trace.agent] - sum(state.points.values())
 
     @rf.metric

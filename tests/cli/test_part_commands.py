@@ -166,7 +166,7 @@ def test_port_in_use_is_a_named_failure_of_every_part(file, capsys):
 
 def test_address_of_another_machine_is_not_checked(file, monkeypatch, capsys):
     monkeypatch.setenv("RAMIFY_SECRET", "x")
-    message = f"tcp://{ELSEWHERE}:5100 cannot be listened on: {ELSEWHERE} is no address of this machine"
+    message = f"tcp://{ELSEWHERE}:5100 cannot be listened on: {ELSEWHERE} is not an address of this machine"
     words = ["-b", "http://127.0.0.1:9", "--orchestrator.address", f"tcp://{ELSEWHERE}:5100"]
     assert main(["orchestrator", "@", file, *words]) == 2
     assert f"orchestrator.address: {message}" in capsys.readouterr().err

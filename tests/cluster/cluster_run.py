@@ -18,7 +18,7 @@ CONFIG = "examples/reverse_text/rl.toml"
 class ClusterRun:
     """A run on the hosts of a cluster. Its head is the first host, until `place` chooses another one.
 
-    Every host has a disk of its own in this class: `path` is the run directory on that of the head.
+    Every host has a disk of its own in this class: `path` is the run directory on the head's disk.
     """
 
     def __init__(self, cluster: RayCluster, name: str, **settings: object) -> None:

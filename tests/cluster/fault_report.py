@@ -26,7 +26,7 @@ class FaultReport:
 
     fault: str
     roles: list[str]
-    """Those of the processes on the host that it hit."""
+    """The roles of the processes on the host that it hit."""
     started_at: float
     noticed: float | None = None
     """Until the supervisor reported a node that does not answer; None if it did not, or was itself hit."""

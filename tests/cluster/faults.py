@@ -8,10 +8,10 @@
     lose:killed:HOST   the head is killed, and the command is repeated on HOST
     lose:cut:HOST      the head is cut off, and the command is repeated on HOST while the old head still runs
 
-Ray is started again on a host that was killed, or that Ray gave up; on all hosts if it was the head. After each fault
-the run has to train and commit again within a deadline. At the end the run is finished, and the program checks that
-no two copies of a process counted: by its own reading of the ledger and of the logs, and by `ramify why --audit`. It
-prints a table, and exits with 1 if there is a problem.
+Ray is started again on a host that was killed, or that Ray declared dead; on all hosts if it was the head. After each
+fault the run has to train and commit again within a deadline. At the end the run is finished, and the program checks
+that no two copies of a process counted: by its own reading of the ledger and of the logs, and by `ramify why --audit`.
+It prints a table, and exits with 1 if there is a problem.
 """
 
 import argparse
@@ -36,9 +36,9 @@ ALL_FAULTS = [*WORKER_FAULTS, "lose:killed:host2", "lose:cut:host1", "kill:host1
 NUM_CPUS = 6  # of each host: two must do when the head is cut off
 LEASE = 10.0  # seconds; engines have twice as much
 RECOVERY_TIMEOUT = 420.0  # seconds after the end of a fault until the run has trained and committed again
-RAY_EXIT_TIMEOUT = 20.0  # seconds in which Ray ends on a node that was given up, after it is reachable again
+RAY_EXIT_TIMEOUT = 20.0  # seconds in which Ray ends on a node that it declared dead, after it is reachable again
 RAY_LOOK_INTERVAL = 3.0  # seconds between two looks at whether Ray still runs
-MIN_GIVE_UP = 9.0  # seconds off the network after which Ray gives up a node
+RAY_DEAD_AFTER = 9.0  # seconds off the network after which Ray declares a node dead
 DELAYED_LINES = 2.0  # seconds after a fault in which lines from before it may still arrive
 POLL_INTERVAL = 0.1  # seconds
 SETTINGS = {
@@ -112,7 +112,7 @@ class FaultInjector:
         host.cut()
         time.sleep(float(seconds))
         host.heal()
-        if float(seconds) > MIN_GIVE_UP:
+        if float(seconds) > RAY_DEAD_AFTER:
             self._wait_until(lambda: not self.cluster.is_running(host), RAY_EXIT_TIMEOUT)
             self._restart_ray(host)
 
@@ -160,7 +160,7 @@ class FaultInjector:
         return holds
 
     def _keep_ray_running(self) -> None:
-        """Start Ray again where it has ended: its head may give up a node that has just come back once more."""
+        """Start Ray again where it has ended: its head may declare a node dead again that has just come back."""
         if time.monotonic() >= self._next_look_at:
             for host in self.nodes[1:]:
                 if not self.cluster.is_running(host):

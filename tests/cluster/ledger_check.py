@@ -142,7 +142,7 @@ def check_trainer_logs(logs: Sequence[TrainerLog], commits: Sequence[tuple[int, 
     for log in logs:
         for version in log.commits:
             if (winner := counted.get(version)) != log.token:
-                yield f"version {version} was acknowledged to trainer {log.token}; in the ledger it is that of {winner}"
+                yield f"version {version} was acknowledged to trainer {log.token}; in the ledger it belongs to {winner}"
         own = [version for version, token in counted.items() if token == log.token]
         earlier = [version for version, token in counted.items() if _order(token) < _order(log.token)]
         if log.committed_before != max(earlier, default=0):

@@ -13,7 +13,7 @@ START_TIMEOUT = 240.0  # seconds; a node of Ray starts several Python processes
 START_ATTEMPTS = 3
 STOP_TIMEOUT = 120.0  # seconds
 RAY_PORT = 6379
-# Fixed ports: otherwise Ray waits for files in which its agents report theirs, and gives up on a busy machine.
+# Fixed ports: otherwise Ray waits for files in which its agents report theirs, and times out on a busy machine.
 PORTS = {
     "min-worker-port": 20000,
     "max-worker-port": 20999,
@@ -81,7 +81,7 @@ class RayCluster:
         raise AssertionError(f"Ray does not start on {host.name}:\n{result.stdout}")
 
     def is_running(self, host: Host) -> bool:
-        """Return whether Ray runs on a host. It ends itself on a node that its head has given up."""
+        """Return whether Ray runs on a host. It ends itself on a node that its head has declared dead."""
         return host.run("pgrep", "-x", "raylet").returncode == 0
 
     def stop_node(self, host: Host) -> None:

@@ -48,7 +48,7 @@ def test_host_that_is_cut_off_has_no_process_left_when_it_is_given_up(ray_cluste
     host.cut()
     result = process.wait()
     host.heal()
-    ray_cluster.restart_node(host)  # Ray does not take back a node that it has given up
+    ray_cluster.restart_node(host)  # Ray does not take back a node that it has declared dead
     print(result, "cut at", cut_at)
     assert result["is_lost"]
     assert LEASE - 2.0 <= result["last_beat"] - cut_at <= LEASE + 1.0

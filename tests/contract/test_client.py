@@ -68,7 +68,7 @@ async def sample_across_update(client, target, kv):
 @pytest.mark.promise
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 async def test_every_token_has_the_version_that_sampled_it(client, target, kv):
-    """On both sides of the version change, the logprobs must be those of the reported version."""
+    """On both sides of the version change, the logprobs must match the reported version."""
     samples = await sample_across_update(client, target, kv)
     for done in samples:
         assert [run_.step for run_ in done.version_runs] == [1, 2]

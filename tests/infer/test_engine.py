@@ -1,4 +1,4 @@
-"""Whatever the engine does to save work, its logprobs equal those of transformers' own forward."""
+"""Whatever the engine does to save work, its logprobs equal transformers' own forward."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -37,7 +37,7 @@ from tests.support.models import (
 
 KVRun = tuple[PolicyVersion, int]
 A, B = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
-CLOSE = 1e-4  # in float32; in bfloat16 the error may be that of transformers' own bfloat16
+CLOSE = 1e-4  # in float32; in bfloat16 the error may be as large as transformers' own
 EXERCISED = ["prefix_hit_tokens", "prefill_chunks", "mixed_steps", "preemptions", "evictions", "cancelled"]
 EXERCISED += ["recomputes", "kept"]
 EXERCISED_BY = {
@@ -138,7 +138,7 @@ class CoreDriver:
             self.states[request].append(state)
 
     def errors(self, models, rounded_models) -> tuple[list[float], list[float]]:
-        """Return the distances of the engine's logprobs from a float32 forward, and those of transformers' own."""
+        """Return the distances of the engine's and of transformers' own logprobs from a float32 forward."""
         engine_errors: list[float] = []
         transformers_errors: list[float] = []
         for request in self.requests:

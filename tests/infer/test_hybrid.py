@@ -37,7 +37,7 @@ def core(world):
 
 
 def sample(core: EngineCore, model, prompt: list[int], max_tokens: int = 10) -> tuple[EngineRequest, int]:
-    """Run a request, whose logprobs must be those of transformers; return it and how many tokens were computed."""
+    """Run a request, whose logprobs must equal transformers'; return it and how many tokens were computed."""
     before = core.counters.computed_tokens
     (request,) = run(core, core.create_request(prompt, SamplingParams(max_tokens=max_tokens, seed=1)))
     expected = scores(model, request.token_ids, 1.0)
@@ -135,7 +135,7 @@ class RecordedStates:
 
 
 def step(scheduler: Scheduler, states: RecordedStates) -> None:
-    """Run a step. Every state must be that of the tokens before the chunk."""
+    """Run a step. Every state must cover the tokens before the chunk."""
     for chunk in scheduler.schedule():
         request, tokens = chunk.request, states.tokens[chunk.request.state_slot]
         assert tokens == request.token_ids[: chunk.start]

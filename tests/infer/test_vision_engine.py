@@ -1,4 +1,4 @@
-"""With images, too, the engine's logprobs equal those of transformers' own forward, and no image is encoded twice."""
+"""With images, too, the engine's logprobs equal transformers' own forward, and no image is encoded twice."""
 
 import os
 from functools import lru_cache
@@ -42,7 +42,7 @@ SETTINGS = {"max_num_batched_tokens": 7, "max_running_requests": 4}  # prefill s
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def world(request, tmp_path_factory):
-    """A family, two models of it that differ also in the tower, one whose tower is that of the first."""
+    """A family, two models of it that differ also in the tower, one with the first one's tower."""
     directory: Path = tmp_path_factory.mktemp("vision")
     models = {
         version: write_vision_model(directory / f"source-{version.step}", request.param, version.step)
@@ -84,7 +84,7 @@ def load_reference(source: Path):
 def check_logprobs(
     family: str, source: Path, request: EngineRequest, images: list[bytes], start: int = 0, *, markers: bool = False
 ) -> None:
-    """Compare the logprobs of the sampled tokens from `start` on with those of plain transformers.
+    """Compare the logprobs of the sampled tokens from `start` on with plain transformers.
 
     `markers` says whether the tokens that mark images could have been sampled.
     """

@@ -161,7 +161,9 @@ def test_without_a_network_the_error_says_how_to_get_the_files(remote, monkeypat
 
 
 def test_unknown_and_gated_models_are_reported(remote):
-    with pytest.raises(ModelNotFound, match=f"'org/smal' is no directory here and not on {remote.url}: check the name"):
+    with pytest.raises(
+        ModelNotFound, match=f"'org/smal' is neither a directory here nor on {remote.url}: check the name"
+    ):
         fetch_model("org/smal", log=lambda line: None)
     remote.gated = True
     with pytest.raises(ModelNotFound, match=f"accept its terms at {remote.url}/{NAME}"):

@@ -76,7 +76,7 @@ def test_model_without_fused_forward_runs_its_own_code(model_type, tmp_path):
 
 
 def test_longrope_limits_the_context_length(tmp_path):
-    """Beyond the limit the angles of cached tokens would change, and those of other requests in the batch."""
+    """Beyond the limit the angles of cached tokens and of other requests in the batch would change."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 40}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.5, 2.0, 3.0]}
     core = build_core(write_random_model("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=40))

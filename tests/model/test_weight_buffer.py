@@ -1,4 +1,4 @@
-"""Weights handed over in memory are those of the announced version, or they are read from its directory."""
+"""Weights handed over in memory are the announced version, or they are read from its directory."""
 
 import threading
 from pathlib import Path

@@ -212,7 +212,7 @@ def test_patience_count_survives_a_restart_until_it_is_reported(stage):
         match = re.search(r"the last (\d+) groups", ended.value.message)
         assert match
         count = int(match[1])
-        assert 10 <= count < 18  # with the 8 groups of the first start, without those of a reported end
+        assert 10 <= count < 18  # with the 8 groups of the first start, but not the groups of a reported end
         assert len(read_dropped_groups(stage.home / "again")) >= 10 * (more + 1)
 
 

@@ -89,7 +89,7 @@ class GroupScored(OneTask):
     @rf.group_reward
     def odd(self, task, traces, rng) -> list[float]:
         if task.answer == "42" and len(traces) == 1:
-            raise ValueError("one is no group")
+            raise ValueError("one trace is not a group")
         return [0.5 for _ in traces]
 
 

@@ -1,4 +1,4 @@
-"""`task.setup` prepares the runtimes of the agent and of the rewards, `task.pre_run` only that of the agent."""
+"""`task.setup` prepares the runtimes of the agent and of the rewards, `task.pre_run` only the agent's."""
 
 import pytest
 

@@ -54,7 +54,7 @@ async def wait_for_line(log: ProcessLog, line: str) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock of a file. A pid would not do: it is that of another node."""
+    """Return whether a process holds the lock of a file. A pid would not do: it belongs to another node."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

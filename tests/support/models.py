@@ -233,7 +233,7 @@ FAMILIES = list(VISION_CONFIGS)
 
 
 def build_vision_model(family: str, attention: str, seed: int = 0):
-    """Build a model whose attention implementation is that of its decoder."""
+    """Build a model with the given attention implementation in its decoder."""
     torch.manual_seed(seed)
     config = deepcopy(VISION_CONFIGS[family])
     model = AutoModelForImageTextToText.from_config(

@@ -52,7 +52,7 @@ class World:
     seed: int = 0
     failure_rate: float = 0.2
     trainer_kill_rate: float = 0.1  # after a step
-    repeat_rate: float = 0.0  # of results that arrive once more, from an env server that was given up
+    repeat_rate: float = 0.0  # of results that arrive once more, from an env server that nobody waits for any more
     process_kills: list[tuple[int, bool]] = field(default_factory=list)  # changes until the kill, and whether after
     results: dict[str, list[str]] = field(default_factory=dict)  # by rollout: trace ids until the first that counted
     counted: set[str] = field(default_factory=set)  # rollouts whose first result has counted

@@ -70,7 +70,7 @@ class StubRay:
 
     `failures` says what happens to actors on a node: `full` (they wait for a core), `slow` (they have one and never
     start), `crashes`, `dies` (the node), the text of an error in their constructor, or an exception of a method.
-    `used_cores` are those of other jobs. `num_late_reports` of what is free still count the core of a killed actor. If
+    `used_cores` are in use by other jobs. `num_late_reports` of what is free still count the core of a killed actor. If
     `released` is set, `shutdown` waits for it.
     """
 

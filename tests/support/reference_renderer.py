@@ -87,7 +87,7 @@ class Oracle:
         return f"{reply.reasoning or ''}\n</think>\n\n{reply.text}{self.model.stops[0]}"
 
     def ids_after(self, prompt: str, full_text: str) -> list[int]:
-        """Return the ids after those of the prompt; encode the text after the prompt alone if tokens would merge."""
+        """Return the ids after the prompt; encode the text after the prompt alone if tokens would merge."""
         prompt_ids, ids = self.ids(prompt), self.ids(full_text)
         return ids[len(prompt_ids) :] if ids[: len(prompt_ids)] == prompt_ids else self.ids(full_text[len(prompt) :])
 

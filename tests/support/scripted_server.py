@@ -42,7 +42,7 @@ Script = Callable[[str, int], str]
 
 
 class ScriptedCore(EngineCore):
-    """An engine core that samples the tokens of a script. The logprobs are those of the model."""
+    """An engine core that samples the tokens of a script. The logprobs come from the model."""
 
     def __init__(self, *args: Any, script: Script, renderer: Renderer, calls: Path) -> None:
         super().__init__(*args)

@@ -187,7 +187,7 @@ WRONG_NODES = {
     "an array has no axis": {"arrays": {"x": np.float32(1)}},
     "an array holds objects": {"arrays": {"x": np.array([object()] * 3)}},
     "an array holds records": {"arrays": {"x": np.zeros(3, [("a", "i4"), ("b", "f4")])}},
-    "an array's name is no name": {"arrays": {5: np.zeros(3)}},
+    "an array's name is a number": {"arrays": {5: np.zeros(3)}},
     "an array's name is not unicode": {"arrays": {"\ud800": np.zeros(3)}},
     "a role is a number": {"message": Message(5)},  # pyright: ignore[reportArgumentType]
     "text is not unicode": {"message": Message("user", "\ud800")},

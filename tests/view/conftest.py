@@ -23,6 +23,6 @@ def folder(tmp_path_factory):
     (folder / "other" / "config.toml").write_text(config.replace("max_steps = 4", "max_steps = 8"))
     write_eval_run(folder / "eval")
     (folder / "damaged").mkdir()
-    (folder / "damaged" / "run.sqlite").write_bytes(b"this is no database" * 100)
+    (folder / "damaged" / "run.sqlite").write_bytes(b"not an SQLite database" * 100)
     (folder / "damaged" / "config.toml").write_text(config)
     return folder

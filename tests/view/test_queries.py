@@ -304,7 +304,7 @@ async def test_the_reward_changes_follow_a_group_whose_attempts_come_in(tmp_path
         await store.add_rollout(make_record("task-1.2", "task-1", 2, "", [trace]), [trace])
     after = queries.get_tokens("run", "task-1.0", 0, [1])[0]["values"]["reward_change"]
     assert before == [None, 0.0, 0.0]
-    assert after == [None, -0.125, 0.0]  # from the mean of 0.5, 0.75 and 1.0 to that of the first two
+    assert after == [None, -0.125, 0.0]  # from the mean of 0.5, 0.75 and 1.0 to the mean of the first two
 
 
 def test_a_dropped_rollout_says_why_it_is_not_trained(queries):

@@ -120,7 +120,7 @@ def format_request(rng: random.Random, expected_call: tuple[str, dict[str, Any]]
 
 
 def draw_arithmetic(rng: random.Random, words: list[str]) -> DrillConversation:
-    """A small sum, the answer in a box."""
+    """A small sum with a boxed answer."""
     first, second, third = (rng.randint(1, 20) for _ in range(3))
     conversation = DrillConversation()
     conversation.add_message("system", rng.choice(["Put the final answer in \\boxed{}.", "Answer in \\boxed{}."]))

@@ -1,6 +1,6 @@
 """The tasksets of several turns, played badly: every reply has the right form, and is drawn almost at random.
 
-The tasks are those of the tasksets themselves, always of the train split.
+The tasks come from the tasksets themselves, always from the train split.
 """
 
 import random

@@ -101,7 +101,7 @@ def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], *, max
 
     Raises the error of the first item that failed.
 
-    Python does not wait at its exit for these threads, which may hang; it waits for those of a ThreadPoolExecutor.
+    Python does not wait for these threads at exit, since they may hang; it would wait for a ThreadPoolExecutor's.
     """
     calls: list[tuple[T, Future[R]]] = [(item, Future()) for item in items]
     pending = deque(calls)

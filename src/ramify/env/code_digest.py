@@ -45,7 +45,7 @@ class ModuleScope:
 BUILTIN_TASKSETS = ModuleScope(RAMIFY_ROOT, ("ramify", "env", "tasksets"))
 
 
-@cache  # per class: the digests are those of the loaded code, even if its file is edited later
+@cache  # per class: the digests cover the loaded code, even if its file is edited later
 def compute_code_digests(plugin: type) -> dict[str, str]:
     """Return the digest of every source file of a plugin, by its path relative to the root of its package."""
     module = sys.modules.get(plugin.__module__)

@@ -133,7 +133,7 @@ def _load_class(config_key: str, kind: str, plugin_kind: PluginKind, import_path
 
 
 def _split_import_path(config_key: str, import_path: str) -> tuple[str, str]:
-    """Return the module and the class in `module.Class`; the class is "" if the path is that of a module."""
+    """Return the module and the class in `module.Class`; the class is "" if the path names a module."""
     parent_path, _, name = import_path.rpartition(".")
     if not parent_path:
         return import_path, ""

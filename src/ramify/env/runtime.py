@@ -195,7 +195,7 @@ class Runtime(ABC):
         return Capabilities()
 
     def get_limits(self, task: Task) -> ResourceLimits:
-        """Return the limits of the configuration, overridden by those of the task.
+        """Return the limits of the configuration, overridden by the task's limits.
 
         Raises ConfigInvalid for an unknown resource or a value that is not positive.
         """

@@ -66,7 +66,7 @@ class Task(BaseModel):
     - `key`: the task's identity. None: a digest of all fields.
     - `image`: the container image of the sandbox, for runtimes that support images.
     - `workdir`: the directory in which programs start, relative to the rollout's work directory.
-    - `setup`: shell command lines that prepare a runtime for the task, that of the agent and that of the rewards.
+    - `setup`: shell command lines that prepare both runtimes of the task, the agent's and the one for the rewards.
     - `pre_run`: shell command lines that run right before the agent starts, in its runtime only.
     - `resources`: limits on memory, processes, disk and cores; see `ResourceLimits`.
     - `requires`: what the runtime must enforce or support, such as "isolation"; see `Capability`.

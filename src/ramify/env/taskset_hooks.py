@@ -34,7 +34,7 @@ _FIELDS_BY_HOOK_NAME = {
 class TasksetHooks:
     """The hooks of one taskset: decorated methods by kind, and hooks by method name, None if it has no such method."""
 
-    rewards: tuple[Hook, ...] = ()  # those of single turns too
+    rewards: tuple[Hook, ...] = ()  # including rewards of single turns
     turn_reward_names: frozenset[str] = frozenset()
     group_rewards: tuple[Hook, ...] = ()
     metrics: tuple[Hook, ...] = ()

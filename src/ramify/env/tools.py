@@ -203,7 +203,7 @@ def _is_text(item: Any) -> bool:
 
 
 def _to_json(value: Any) -> str:
-    objects: list[Any] = []  # that are no data
+    objects: list[Any] = []  # values that pydantic cannot serialize
 
     def format_object(item: Any) -> str:
         objects.append(item)
@@ -211,7 +211,7 @@ def _to_json(value: Any) -> str:
 
     try:
         text = to_json(value, fallback=format_object).decode()
-    except PydanticSerializationError:  # bytes that are no text
+    except PydanticSerializationError:  # bytes that are not UTF-8
         _refuse_nested_images(value)
         raise
     for item in objects:

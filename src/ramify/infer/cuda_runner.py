@@ -196,7 +196,7 @@ class CudaModelRunner(ModelRunner):
         if prepared is None:
             prepared = self._last = self._prepare(chunks)
             images = self._gather_images(prepared.chunks_by_row)
-        else:  # a token that was sampled is no image token
+        else:  # sampled tokens are never image tokens
             plan_changed = self._extend_block_tables(prepared)
         if plan_changed:
             self._upload_plan(prepared.plan)

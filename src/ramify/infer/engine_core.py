@@ -187,8 +187,8 @@ class EngineCore:
     def step(self) -> list[EngineRequest]:
         """Run one step; return the requests that got a token or finished.
 
-        On a GPU the step is only launched, and the tokens are those of the step before: while the GPU computes, the
-        next step is prepared. Only a step with grammars is waited for: the next masks depend on its tokens.
+        On a GPU the step is only launched, and the tokens of the previous step are returned: while the GPU computes,
+        the next step is prepared. Only a step with grammars is waited for: the next masks depend on its tokens.
         """
         expired = self.expire_requests()
         if self._launched is not None and self._launched.has_grammars:

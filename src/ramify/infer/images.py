@@ -41,7 +41,7 @@ class ImageReference(NamedTuple):
 class EngineImage:
     """An image of a prompt, and the prompt tokens [start, stop) that stand for it.
 
-    `token_indices` are those of them that get the image's features; the others are separators.
+    `token_indices` are the ones that get the image's features; the others are separators.
     """
 
     image: ProcessedImage

@@ -168,7 +168,7 @@ class EngineRequest:
     def num_cacheable_tokens(self) -> int:
         """How many of the first tokens need no logits, so that a cached prefix of them can be used.
 
-        The logits of a token predict the next one, so those of the last token before a logprob are needed.
+        The logits of a token predict the next one, so the last token before a logprob must be computed.
         """
         if self.needs_prompt_logprobs:
             return max(1, self.sampling_params.logprobs_start) - 1

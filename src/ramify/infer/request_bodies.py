@@ -111,7 +111,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     def _check_prompt_logprobs(self) -> None:
         if self.prompt_logprobs not in (None, 0, 1):
             raise RequestInvalid(
-                f"prompt_logprobs: only those of the prompt's own tokens, 0 or 1, not {self.prompt_logprobs}"
+                f"prompt_logprobs: {self.prompt_logprobs} is not supported; use 0 or 1 (the prompt's own tokens)"
             )
 
 

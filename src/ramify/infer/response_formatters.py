@@ -176,7 +176,7 @@ class CompletionFormatter(ResponseFormatter):
         return {"text": prompt + sample.detokenizer.text, "finish_reason": sample.finish_reason}
 
     def select_shown_tokens(self, sample: StreamedSample) -> ShownTokens:
-        """Return the sampled tokens, after those of the prompt if `echo` is set."""
+        """Return the sampled tokens, after the prompt's tokens if `echo` is set."""
         sampled = ShownTokens([], [], []) if self.only_prompt else super().select_shown_tokens(sample)
         if not self.echo:
             return sampled

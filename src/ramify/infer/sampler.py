@@ -92,7 +92,7 @@ def _seeds_and_positions(requests: Sequence[EngineRequest]) -> tuple[list[int], 
 
 
 def compute_top_logprobs(logits: Tensor, num_top: int) -> TopLogprobs:
-    """Return the `num_top` likeliest tokens of each row, with logprobs that equal those of `compute_logprobs`."""
+    """Return the `num_top` likeliest tokens of each row, with the same logprobs as `compute_logprobs`."""
     if not num_top:
         return [[] for _ in range(len(logits))]
     scores = logits.float()

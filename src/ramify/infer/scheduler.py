@@ -2,7 +2,7 @@
 
 Every step is one forward over a flat row of at most `max_num_batched_tokens` tokens. Requests that decode come first,
 with one token each, so that a long prompt never delays the others; the rest of the budget goes to prefill, in chunks if
-it does not fit. Blocks are allocated as tokens come. When none are left, the request that is last in order gives up its
+it does not fit. Blocks are allocated as tokens come. When none are left, the request that is last in order frees its
 blocks and waits again (it is recomputed later, with the tokens it has). So the first request always advances, and it
 fits, because no request may be longer than the whole cache.
 """

@@ -27,7 +27,7 @@ class StateMemory(Protocol):
 
 
 class StateSlots:
-    """The slots of running requests come first, then those of snapshots."""
+    """The slots of running requests come first, then the slots of snapshots."""
 
     def __init__(self, memory: StateMemory, num_requests: int, num_snapshots: int, counters: EngineCounters) -> None:
         self.memory, self.counters = memory, counters

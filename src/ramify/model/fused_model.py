@@ -19,8 +19,8 @@ from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWe
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
 from ramify.model.vision import build_image_inputs
 
-# Pre-norm, rotary in halves, gated SiLU. The three positions of a text token of Qwen3-VL are equal, so its rotation is
-# that of Qwen3; steps with image tokens run `build_image_forward`.
+# Pre-norm, rotary in halves, gated SiLU. The three positions of a text token of Qwen3-VL are equal, so it is rotated as
+# in Qwen3; steps with image tokens run `build_image_forward`.
 SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text"}
 ForwardFn = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
 """(ids, positions, attention metadata, logit rows) -> logits of these rows, [logit rows, vocab]."""

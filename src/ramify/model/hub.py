@@ -48,7 +48,7 @@ def download_model(name: str, cache_directory: Path, *, log: Callable[[str], Non
         raise ModelNotFound(f"model {name!r} needs permission: {terms}") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         advice = "check the name; for a private model log in with 'hf auth login'"
-        raise ModelNotFound(f"model {name!r} is no directory here and not on {endpoint}: {advice}") from error
+        raise ModelNotFound(f"model {name!r} is neither a directory here nor on {endpoint}: {advice}") from error
     except Exception as error:  # the library passes on whatever its HTTP client, its cache or the disk raised
         raise _download_error(name, f"{endpoint}: {_describe_root_cause(error)}") from error
     log(f"downloaded {name} in {time.monotonic() - started:.0f} s")

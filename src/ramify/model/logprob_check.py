@@ -2,8 +2,8 @@
 
 Both call a model in their own ways: with other attention functions and explicit positions, and the trainer calls body
 and head separately. Some models compute more than that, such as layers in the head, or positions that do not begin at
-0. Such a model would be sampled or trained wrongly without any error. So both compare their logprobs with those of the
-model's own forward, and raise ModelUnsupported if they differ.
+0. Such a model would be sampled or trained wrongly without any error. So both compare their logprobs with the model's
+own forward, and raise ModelUnsupported if they differ.
 """
 
 from collections.abc import Iterable, Sequence

@@ -23,7 +23,7 @@ StateKind = Literal["conv", "recurrent"]
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One tensor of a layer's state. `shape` is that of one sequence."""
+    """One tensor of a layer's state. `shape` is for one sequence."""
 
     layer: int
     kind: StateKind

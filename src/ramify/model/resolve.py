@@ -118,12 +118,12 @@ def _why_rejected(directory: Path) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name has the form ORG/NAME and is no directory here."""
+    """Return whether a name has the form ORG/NAME and is not a directory here."""
     return name.count("/") == 1 and _looks_like_id(name) and not Path(name).exists()
 
 
 def may_be_path(name: str) -> bool:
-    """Return whether a name that is not here may be a mistyped path: it is no hub id, or ORG is a directory here.
+    """Return whether a name that is not here may be a mistyped path: it is not a hub id, or ORG is a directory here.
 
     A hub id of the second kind is still downloaded: a directory ORG may hold other models of that organization.
     """

@@ -115,7 +115,7 @@ class Idefics3Tower(VisionTower):
         return [features[index] for index in range(len(images))]
 
     def count_flops(self, image: ProcessedImage) -> float:
-        """Return the FLOPs of encoding an image; patches attend to those of their tile."""
+        """Return the FLOPs of encoding an image; patches attend within their tile."""
         tiles, _, height, width = image.arrays["pixel_values"].shape
         config, patches = (
             self.vision_model.config,
@@ -168,7 +168,7 @@ class Qwen3VLTower(VisionTower):
         return list(features.split([image.num_tokens for image in images], dim=1))
 
     def count_flops(self, image: ProcessedImage) -> float:
-        """Return the FLOPs of encoding an image; patches attend to those of their image."""
+        """Return the FLOPs of encoding an image; patches attend within their image."""
         patches, config = len(image.arrays["pixel_values"]), self.visual.config
         mergers = sum(map(count_matrix_weights, (self.visual.merger, self.visual.deepstack_merger_list)))
         attention = 4.0 * config.depth * config.hidden_size * patches**2
@@ -177,7 +177,7 @@ class Qwen3VLTower(VisionTower):
 
 
 def count_matrix_weights(module: nn.Module) -> int:
-    """Count the weights of a module that multiply its inputs: those of matrices and convolutions, not of tables."""
+    """Count the weights that multiply inputs: matrices and convolutions, but not embedding tables."""
     kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
     return sum(part.weight.numel() for part in module.modules() if isinstance(part, kinds))
 

@@ -10,7 +10,7 @@ from ramify.model.experts import read_expert_counts
 
 @dataclass(frozen=True, slots=True)
 class WeightCounts:
-    """The elements of the matrices in the layers, those of experts apart, and in the head."""
+    """The elements of the matrices: in layers, in experts, and in the head."""
 
     dense: int
     experts: int

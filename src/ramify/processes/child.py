@@ -63,7 +63,7 @@ class ChildProcess:
         self._control_socket: socket.socket | None = None  # the watcher stops the process when this is closed
         self._watcher_pid = 0
         self._watcher_pidfd: int | None = None
-        self._watcher_popen: subprocess.Popen[bytes] | None = None  # None if it is no child of this process
+        self._watcher_popen: subprocess.Popen[bytes] | None = None  # None if it is not a child of this process
         self._is_starting = False  # a watcher was requested and has neither sent its pids nor exited
         self._pending_signal: signal.Signals | None = None  # to be sent when the pid is known
         self._lease_end: float | None = None
@@ -211,14 +211,14 @@ class ChildProcess:
         self._is_starting = False  # a watcher that finds its control socket closed starts nothing
 
     def _kill_watcher(self) -> None:
-        if self._watcher_pid and self.poll() is None:  # group 0 would be that of this process
+        if self._watcher_pid and self.poll() is None:  # group 0 would be this process's own
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._watcher_pid, signal.SIGKILL)
 
     def _open_control_socket(self) -> socket.socket:
         """Open a new control socket, and return its other end."""
         self._close()
-        self.exit_code = None  # a start that was given up may have set it
+        self.exit_code = None  # a start that timed out may have set it
         self._control_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control_socket.setblocking(False)
         if self._lease_end is not None:

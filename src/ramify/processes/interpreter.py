@@ -1,4 +1,4 @@
-"""Interpreters of other virtual environments: for sources whose packages cannot be installed beside those of Ramify.
+"""Interpreters of other virtual environments, for sources whose packages conflict with Ramify's.
 
 A source's `python` is the path of an interpreter, or the name of an environment that `ramify env install` made. The
 core of Ramify must be installed there; it needs no torch.

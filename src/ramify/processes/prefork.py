@@ -67,7 +67,7 @@ def is_forkable(command: Sequence[str], modules: Sequence[str]) -> bool:
 
 
 def get_import_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that libraries may read when they are imported: all but those of Ramify."""
+    """Return the variables that libraries may read when they are imported: all but Ramify's own."""
     return {name: value for name, value in env.items() if not name.startswith(POST_FORK_PREFIX)}
 
 

@@ -34,7 +34,7 @@ DETACH_FLAG = "--detach"  # the watcher is then no child of the process that sta
 WATCHER_NAME = "ramify-watcher"  # at most 15 bytes
 DESCENDANTS_TIMEOUT = 2.0  # seconds after which a killed process must be stuck in the kernel
 CLEANUP_TIMEOUT = 1.5  # seconds of these for the watchers below this one to clean up; they end by themselves
-MAX_POLL_SECONDS = 1.0  # the clock of `poll` stands still while the machine is suspended; that of leases does not
+MAX_POLL_SECONDS = 1.0  # the clock of `poll` stands still while the machine is suspended; the clock of leases does not
 POLL_INTERVAL = 0.01  # seconds between attempts to kill the descendants
 
 
@@ -42,8 +42,8 @@ def fork_under_watcher(*, stop_timeout: float, cleanup: Callable[[], None] | Non
     """Fork, and return in the child only. The parent becomes the watcher of the child, and exits with its exit code.
 
     Standard input must be the control socket. The watcher sends its own pid, the child's pid and its own pidfd over it,
-    and at the end the exit code. It calls `cleanup` after the child and all descendants have exited. If the parent
-    process has given up a start that took too long, or has exited, nothing is forked.
+    and at the end the exit code. It calls `cleanup` after the child and all descendants have exited. If the start has
+    timed out in the parent process, or that process has exited, nothing is forked.
     """
     lease_end = _read_lease_end()
     if lease_end is None:

@@ -65,7 +65,7 @@ class SourceConfig(Config):
     def max_attempt_seconds(self, task_timeout: float | None = None) -> float:
         """Return the seconds that one attempt may take: all phases, and the waits for a stalled engine.
 
-        `task_timeout` is the task's own timeout, which replaces that of the harness.
+        `task_timeout` is the task's own timeout, which replaces the harness's.
         """
         timeouts = self.timeouts
         agent = task_timeout or float(self.harness.get("timeout", AGENT_TIMEOUT))

@@ -200,7 +200,7 @@ class Environment:
         return dict(self._model_policies)
 
     def update_model_addresses(self) -> None:
-        """Use the current addresses of the other models, after those of a model of the run have changed."""
+        """Use the current addresses of the other models, after a model of the run has moved."""
         for name, policy in self._model_policies.items():
             policy.set_base_url(self.harness.config.models[name].resolve()[0])
 

@@ -28,7 +28,7 @@ async def repeat_attempt(run: Callable[[], Awaitable[Sequence[Trace]]], env: Env
 
 
 def find_system_failure(env: Environment, trace: Trace) -> Failure | None:
-    """Return why a trace is no evidence about the policy, or None: a system failure, or a reward that did not run.
+    """Return why a trace says nothing about the policy (a system failure, or a reward that did not run), or None.
 
     Group rewards do not count: they are computed later.
     """

@@ -46,7 +46,7 @@ def lock_run(path: Path) -> Generator[None]:
         write_holder(fd)
         now = time.time()
         with contextlib.suppress(OSError):  # the file may be another user's
-            os.utime(fd, (now, now))  # by the clock of this machine, not by that of a file server
+            os.utime(fd, (now, now))  # by the clock of this machine, not a file server's
         yield
 
 

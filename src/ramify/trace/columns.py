@@ -15,8 +15,8 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 StructuredArray = npt.NDArray[Any]
 
-# `stop`, `logprobs_stop` and `record_stop` are where the node's part of a column ends; it starts where that of the
-# previous node ends. Spans are relative to the node's first token.
+# `stop`, `logprobs_stop` and `record_stop` are where the node's part of a column ends; it starts where the previous
+# node's ends. Spans are relative to the node's first token.
 NODE_DTYPE = np.dtype(
     [
         ("parent", "<i4"),

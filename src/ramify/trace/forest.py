@@ -48,7 +48,7 @@ LOSS_COMPONENTS = ("rl", "ce", "ref_kl", "kl")
 class Targets:
     """One entry per trained (trace, node, token), by column.
 
-    `token_index` is the token's index in the layout, `logits_index` that of the previous token on its path, whose
+    `token_index` is the token's index in the layout, `logits_index` the index of the previous token on its path, whose
     logits predict it; at a fork that is not the index before it.
     """
 

@@ -119,7 +119,7 @@ class Media(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 
     @property
     def has_valid_hash(self) -> bool:
-        """Whether `hash` is a SHA-256, and that of `data` if there is any. Hashes become names of files."""
+        """Whether `hash` is a SHA-256, and matches `data` if there is any. Hashes become names of files."""
         if not SHA256.fullmatch(self.hash):
             return False
         return not self.data or self.hash == hashlib.sha256(self.data).hexdigest()

@@ -88,7 +88,7 @@ def check_media(node: int, media_refs: Sequence[MediaRef], media_table: Sequence
 
 
 def check_str(value: object, key: str) -> None:
-    """Raise OperationInvalid if the value is no str of valid Unicode."""
+    """Raise OperationInvalid unless the value is a str of valid Unicode."""
     if not isinstance(value, str):
         raise OperationInvalid(f"{key}: expected str, found a {type(value).__qualname__}")
     to_plain(value, key)

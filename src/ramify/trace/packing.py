@@ -164,7 +164,7 @@ def _assign_by_differencing(costs: npt.NDArray[np.float64], rounds: Int32Array) 
     left. Then undo the merges in reverse order: each determines the ranks of the two rounds that it merged.
     """
     num_ranks = rounds.shape[1]
-    weights = np.append(costs, 0.0)[rounds]  # -1 is no pack and has no cost
+    weights = np.append(costs, 0.0)[rounds]  # -1 means no pack, at no cost
     order_in_round = np.argsort(weights, axis=1, kind="stable")
     sums = np.take_along_axis(weights, order_in_round, axis=1)
     heap = [(float(row[0] - row[-1]), number, row) for number, row in enumerate(sums)]

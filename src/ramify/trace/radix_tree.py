@@ -23,7 +23,7 @@ KeyArray = npt.NDArray[Any]
 class RadixSegment:
     """A part of the tree without forks: `length` tokens after the first `depth` ones of their path.
 
-    Its tokens are those of sequence `sequence_index` from `token_start` on. `parent` is a segment, or ~i for root i.
+    Its tokens are in sequence `sequence_index` from `token_start` on. `parent` is a segment, or ~i for root i.
     `children` maps the first key of each child to its segment.
     """
 

@@ -40,7 +40,7 @@ class GroupTargets(NamedTuple):
 def build_targets(
     annotated_traces: Sequence[AnnotatedTrace], seq_len: int | None, overlong: Literal["drop", "cut"]
 ) -> GroupTargets:
-    """Return the targets of the traces; those of one node are adjacent and in order."""
+    """Return the targets of the traces; the targets of one node are adjacent and in order."""
     annotations = [annotation for annotated in annotated_traces for annotation in _validate_annotations(annotated)]
     concatenated = _ConcatenatedTraces.build(annotated_traces)
     spans = _AnnotatedSpans.build(concatenated, annotated_traces, annotations)

@@ -223,7 +223,7 @@ class Node:
 
     @property
     def token_ids(self) -> Int32Array:
-        """The token ids, including those of the chat template."""
+        """The token ids, including the chat template's."""
         graph = self.trace.graph
         return make_readonly(graph.tokens.view[graph.token_start(self.index) : graph.token_stop(self.index)])
 

@@ -88,7 +88,7 @@ class BatchRecording:
         return shares
 
     def _list_files(self, step: int | None = None) -> list[tuple[int, int, Path]]:
-        """Return (step, rank, path) of all files, or of those of one step, in this order."""
+        """Return (step, rank, path) of all files, or only of one step's, in this order."""
         pattern = FILE_NAME.format(step=step, rank="*") if step is not None else "step_*.batch"
         matches = ((_FILE_PATTERN.fullmatch(path.name), path) for path in self.directory.glob(pattern))
         return sorted((int(match[1]), int(match[2]), path) for match, path in matches if match)

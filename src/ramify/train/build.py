@@ -70,7 +70,7 @@ def build_trainer(
         log(experts)
     log(f"dtype: {choice}")
     uses_tree_attention = policy.layout is PackLayout.FOREST
-    log(f"operators: {describe_tree_attention(ranks.device) if uses_tree_attention else 'those of the model'}")
+    log(f"operators: {describe_tree_attention(ranks.device) if uses_tree_attention else 'from the model'}")
     if config.lora.enabled:
         add_adapters(policy.model, config.lora, seed)
         policy.to(load_device)

@@ -59,9 +59,9 @@ T = TypeVar("T")
 class CheckpointManager:
     """Saves, loads and removes the checkpoints of a run in `directory`.
 
-    All ranks save and load together; only the first rank renames and removes. `token` is that of the trainer, which
-    other copies of it do not have: it is part of the names of its checkpoints, and checkpoints with a higher one are
-    never removed. A run without a ledger has no token. `warn` receives lines for the log.
+    All ranks save and load together; only the first rank renames and removes. `token` is the trainer's fencing token,
+    which other copies of it do not have: it is part of the names of its checkpoints, and checkpoints with a higher one
+    are never removed. A run without a ledger has no token. `warn` receives lines for the log.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class CheckpointManager:
     def load(self, trainer: Trainer, step: int, *, name: str = "", digest: str = "") -> dict[str, Any]:
         """Restore the trainer's state after `step` steps; returns the note.
 
-        `name` and `digest` are those of the commit; without a name, the newest checkpoint of the step is loaded. Every
+        `name` and `digest` come from the commit; without a name, the newest checkpoint of the step is loaded. Every
         file is verified before anything is read. Raises CheckpointRefused, on all ranks.
         """
         path, ranks = find_committed_checkpoint(self.directory, step, name), self.ranks
@@ -217,7 +217,7 @@ class CheckpointManager:
             self.remove_partial()
 
     def remove_before(self, step: int, *, keep_last: int) -> None:
-        """Remove checkpoints before that of `step`, which is committed; those of the last `keep_last` steps are kept.
+        """Remove checkpoints before `step`, which is committed, but keep the last `keep_last` steps.
 
         Later steps do not count: a replaced trainer may have saved one.
         """
@@ -240,7 +240,7 @@ class CheckpointManager:
         self.ranks.barrier()
 
     def _may_remove(self, name: str) -> bool:
-        """Return whether a checkpoint is this trainer's own or that of an earlier one; a newer one's is not touched."""
+        """Return whether a checkpoint belongs to this trainer or an earlier one; a newer trainer's must stay."""
         parsed = parse_checkpoint_name(name)
         return self.token is None or parsed is None or parsed[1] <= self.token
 

@@ -25,7 +25,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
     """
     layers: nn.Module = model.get_decoder().layers
     linear_maps = {module for module in layers.modules() if isinstance(module, nn.Linear)}
-    names = [name for name, module in model.named_modules() if module in linear_maps]  # not those of a vision tower
+    names = [name for name, module in model.named_modules() if module in linear_maps]  # without the vision tower's
     known = sorted({name.rpartition(".")[2] for name in names})  # such as `q_proj`
     if unknown := [name for name in config.target_modules if name not in known]:
         problem = f"the layers have no {unknown[0]!r}; they have {', '.join(known)}"

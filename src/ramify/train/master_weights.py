@@ -65,7 +65,7 @@ class MasterWeights:
                 parameter.data = parameter.data.to(dtype)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the trained parameters of the model. Those of split weights hold the upper half."""
+        """Iterate over the trained parameters of the model. Parameters of split weights hold the upper half."""
         return iter(self._parameters.items())
 
     def parameters(self) -> list[nn.Parameter]:

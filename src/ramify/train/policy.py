@@ -91,7 +91,7 @@ class PolicyModel(nn.Module):
 
     @torch.no_grad()
     def _add_start_logprobs(self, inputs: ModelInputs) -> None:
-        """Replace the reference logprobs that are missing by those of the model without its adapters."""
+        """Fill in missing reference logprobs, computed by the model without its adapters."""
         with disable_adapters(self.model):
             logprob, _ = self.compute_logprobs(inputs)
         head_inputs = inputs.head_inputs
@@ -120,7 +120,7 @@ class PolicyModel(nn.Module):
         return inputs.head_inputs.select_entries("rl", self.compute_logprobs(inputs)[0])
 
     def compute_logprobs(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the logprob and the entropy of every entry; for a pack without entries, those of its padding pairs."""
+        """Return the logprob and the entropy of every entry; for a pack without entries, of its padding pairs."""
         return self._run_model(inputs)[:2]
 
     def _run_model(self, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +157,7 @@ class PolicyModel(nn.Module):
         pair_index = head_inputs.pair_index
         if not len(pair_index):
             return logprob, entropy, top_logprob
-        # The backward pass of `index_select` adds; that of `[]` sorts the indices first.
+        # The backward pass of `index_select` adds; the backward pass of `[]` sorts the indices first.
         logprob, entropy = logprob.index_select(0, pair_index), entropy.index_select(0, pair_index)
         return logprob, entropy, top_logprob.index_select(0, pair_index)
 

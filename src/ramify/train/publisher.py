@@ -52,11 +52,11 @@ class PublishedWeights:
 class WeightPublisher:
     """Publishes the weights of a trainer below `directory`, in `dtype`, as versions of `policy`.
 
-    `base_model` is the model directory that the small files are copied from. `incarnation` is that of the trainer:
-    versions of a later one, which has replaced it, are never removed. If `share_buffer`, every version is announced in
-    a `WeightBuffer`, and directories follow in the background: for every version if `write_every_version`, otherwise
-    for as many as take a tenth of the time. If there is a `url`, every directory is copied there. `warn` receives one
-    line for each failure that does not end the training.
+    `base_model` is the model directory that the small files are copied from. `incarnation` is the trainer's: versions
+    of a later one, which has replaced it, are never removed. If `share_buffer`, every version is announced in a
+    `WeightBuffer`, and directories follow in the background: for every version if `write_every_version`, otherwise for
+    as many as take a tenth of the time. If there is a `url`, every directory is copied there. `warn` receives one line
+    for each failure that does not end the training.
     """
 
     def __init__(

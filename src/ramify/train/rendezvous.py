@@ -2,7 +2,7 @@
 
 Rank 0 serves a key-value store, whose address all ranks are given. Each start of a gang has a token of its own, and a
 rank of an earlier start may live on and connect to the store of a later one. Therefore a rank compares its token with
-that of the store before it joins, and the token is the prefix of every key that the ranks use afterwards.
+the store's before it joins, and the token is the prefix of every key that the ranks use afterwards.
 """
 
 # pyright: reportPrivateImportUsage=false

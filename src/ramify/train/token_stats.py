@@ -43,7 +43,7 @@ class TokenStats:
     entropy: npt.NDArray[np.float16]
 
     def select_trace(self, trace_id: str) -> "TokenStats":
-        """Return the rows of one trace; looking for its nodes in them is quicker than in those of the whole step."""
+        """Return the rows of one trace; looking for its nodes in them is quicker than in the whole step's."""
         rows = self._find_rows(trace_id)
         return TokenStats(
             self.trace_ids,

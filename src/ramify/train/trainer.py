@@ -108,7 +108,7 @@ class Trainer:
     def prepare_inputs(self, pack: Forest, images: StepImages | None = None) -> ModelInputs:
         """Build the model's inputs for a pack; on a GPU they have one of a few lengths.
 
-        `images` are those of the step, encoded; by default the images of the pack are encoded here.
+        `images` are the step's images, encoded; by default the images of the pack are encoded here.
         """
         if images is None:
             images = self.encode_images([pack])

@@ -42,7 +42,7 @@ def export_run(queries: RunQueries, run: str, path: Path, rollout_ids: Sequence[
 
 
 def choose_rollouts(queries: RunQueries, run: str) -> list[str]:
-    """Return the ids of the worst and the best rollouts of a run, those of its first source before others."""
+    """Return the ids of the worst and the best rollouts of a run, its first source before others."""
     queries.wait_for_index(run, INDEX_TIMEOUT)
     sources: list[str] = queries.get_run(run)["sources"]
     facets = queries.list_rollouts(run)["facets"]["source"]

@@ -140,7 +140,7 @@ class RolloutIndex:
     def refresh(self, *, texts: bool = False, wait: float = 0.0) -> float:
         """Add the rollouts that were committed since the last call; return the fraction of the run that is indexed.
 
-        With `texts`, the messages are indexed too, and the fraction is that of the messages. `wait` is the most seconds
+        With `texts`, the messages are indexed too, and the fraction counts messages. `wait` is the most seconds
         to wait for the rest. Raises StorageFailed or RunDamaged if the run cannot be read.
         """
         with self._lock:

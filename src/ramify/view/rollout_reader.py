@@ -100,7 +100,7 @@ def read_group(
 ) -> tuple[GroupTraining | None, list[RolloutRecord], list[float | None]]:
     """Return the ledger's entry of a group, its rollouts, and the advantage of each. Raises ConfigInvalid.
 
-    An eval has no groups: the rollouts are those of one task, and the advantage is the reward minus their mean.
+    An eval has no groups: the rollouts share one task, and the advantage is the reward minus their mean.
     """
     if group is None:
         records = store.rollouts(source=source, task=task)[:MAX_ATTEMPTS]

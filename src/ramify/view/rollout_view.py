@@ -18,7 +18,7 @@ MAX_MESSAGE_CHARS = 20_000  # of one message that is sent at once; the page asks
 def describe_rollout(
     record: RolloutRecord, measures: Sequence[TokenMeasures], training: GroupTraining | None, texts: TokenTexts
 ) -> dict[str, Any]:
-    """Return a rollout without its tokens. `measures` are those of its traces."""
+    """Return a rollout without its tokens. `measures` describe its traces."""
     attempt = measures[0].trace.attempt
     return {
         "id": record.id,

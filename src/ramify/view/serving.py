@@ -30,7 +30,7 @@ async def serve_page(
 
     `allowed_hosts` are the names under which proxies serve the page.
 
-    Raises PortTaken if the port is in use, and ConfigInvalid if the host is no address of this machine.
+    Raises PortTaken if the port is in use, and ConfigInvalid if this machine does not have the address.
     """
     token = None if is_loopback(host) and not allowed_hosts else make_token()
     with contextlib.closing(RunQueries(folder)) as queries:

@@ -98,8 +98,8 @@ MEASURES: Mapping[str, str] = {
     "advantage": "how much better the rollout was than its group; the policy gradient is weighted with it",
     "logprob": "log probability that the sampler gave the token",
     "entropy": "entropy of the distribution of the trainer at the token, in nats",
-    "mismatch": "log probability that the trainer gave the token minus that of the sampler",
-    "reference_kl": "log probability of the policy minus that of the teacher or reference model",
+    "mismatch": "log probability of the token by the trainer minus by the sampler",
+    "reference_kl": "log probability of the token by the policy minus by the teacher or reference model",
     "version": "step of the weights that sampled the token",
     "weight": "weight of the token in the loss; a token of weight 0 is masked",
 }
@@ -108,7 +108,7 @@ MEASURES: Mapping[str, str] = {
 class TokenMeasures:
     """The measures of the tokens of one trace.
 
-    `training` is what the ledger knows of its group. `reward_changes` are those of `compute_reward_changes`, by node.
+    `training` is what the ledger knows of its group. `reward_changes` come from `compute_reward_changes`, by node.
     `token_stats` are the trainer's values of the trace, if the run recorded them.
     """
 

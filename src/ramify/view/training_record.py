@@ -17,7 +17,7 @@ from ramify.train.token_stats import TokenStats, list_token_stats, read_token_st
 class GroupTraining:
     """A group, its attempts by index, and its part of a batch; None if it is in no batch.
 
-    `trainer_incarnation` is that of the trainer that committed the step or, before that, was last served it.
+    `trainer_incarnation` belongs to the trainer that committed the step or, before that, was last served it.
     """
 
     group: GroupRecord

@@ -1,4 +1,4 @@
-"""Run with the interpreter of verifiers: compare rewards, rollout by rollout, with those of verifiers' own runner.
+"""Run with the interpreter of verifiers: compare rewards, rollout by rollout, with verifiers' own runner.
 
 Both get the same replies, one list per rollout. It prints one line of JSON per environment.
 """

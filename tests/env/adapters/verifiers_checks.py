@@ -22,7 +22,7 @@ def make_importable(folder: str) -> None:
 
 
 def compare_rewards(python: Path, script: str, names: Sequence[str]) -> dict[str, Any]:
-    """Compare our rewards with those of verifiers' own runner on the same replies, and return all results."""
+    """Compare our rewards with verifiers' own runner on the same replies, and return all results."""
     command = [str(python), str(HERE / script)]
     shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=COMPARE_DEADLINE).stdout
     results = {row["env"]: row for row in (json.loads(line) for line in shown.splitlines() if line.startswith("{"))}
@@ -30,7 +30,7 @@ def compare_rewards(python: Path, script: str, names: Sequence[str]) -> dict[str
         row = results[name]
         assert row["errors"] == [], row
         assert row["ours"] == pytest.approx(row["theirs"]), row
-        print(f"   {name}: {len(row['ours'])} rewards equal those of verifiers: {row['ours']}", flush=True)
+        print(f"   {name}: {len(row['ours'])} rewards equal verifiers' rewards: {row['ours']}", flush=True)
     return results
 
 

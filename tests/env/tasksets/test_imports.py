@@ -1,4 +1,4 @@
-"""Built-in tasksets are written like those of users: with the public API only."""
+"""Built-in tasksets are written like users' tasksets: with the public API only."""
 
 import ast
 from pathlib import Path

@@ -63,7 +63,7 @@ async def test_a_restarted_engine_joins_with_the_version_that_is_announced_now(m
 
 
 async def test_a_restarted_engine_does_not_wait_for_a_version_that_died_with_its_trainer(model, tmp_path):
-    """Engine and trainer die together: the update to the dead trainer's version is given up for the new trainer's."""
+    """Engine and trainer die together: the update to the dead trainer's version is dropped for the new trainer's."""
 
     trainer = AnnouncingTrainer(model, tmp_path)
     with run_server(build_core(model)) as (url, _):

@@ -1,4 +1,4 @@
-"""Images of data URLs and files become media; what is no image, or too large, is refused before it is kept."""
+"""Images of data URLs and files become media; what is not an image, or too large, is refused before it is kept."""
 
 import base64
 import os

@@ -1,4 +1,4 @@
-"""Processed images equal those of the transformers processors, and unsupported families are refused by name."""
+"""Processed images equal the output of the transformers processors, and unsupported families are refused by name."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""Positions on three axes equal those of transformers' Qwen3-VL, in sequences and in forests."""
+"""Positions on three axes equal transformers' Qwen3-VL, in sequences and in forests."""
 
 import numpy as np
 import pytest

@@ -65,7 +65,7 @@ async def test_broken_connection_loses_no_reply_and_repeats_no_request():
 
 
 async def test_connection_is_open_again_soon_after_a_silent_network_works_again():
-    """A connection that was being opened when packets were dropped is given up after `server_timeout`."""
+    """A connection that was being opened when packets were dropped times out after `server_timeout`."""
     impatient = WireSettings(heartbeat_interval=0.05, server_timeout=0.3)
 
     async def answer(request: IncomingRequest) -> WireMessage:

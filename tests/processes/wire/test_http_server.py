@@ -41,7 +41,7 @@ async def test_server_listens_on_a_free_port_until_closed():
 
 
 def test_foreign_address_is_config_invalid_not_port_taken():
-    message = "a page: 192.0.2.1:0 cannot be listened on: 192.0.2.1 is no address of this machine"
+    message = "a page: 192.0.2.1:0 cannot be listened on: 192.0.2.1 is not an address of this machine"
     with pytest.raises(ConfigInvalid, match=message):
         asyncio.run(HttpServer(APP, "192.0.2.1", name="a page").start())
 

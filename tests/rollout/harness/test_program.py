@@ -118,7 +118,7 @@ async def test_the_example_agent_is_copied_into_the_runtime_and_needs_only_the_s
     ("copy_files", "message"),
     [
         ({"agent.py": "examples/no_agent.py"}, "examples/no_agent.py is not a file of this machine, seen from "),
-        ({"/agent.py": "README.md"}, "harness.copy_files: '/agent.py' is outside of the sandbox"),
+        ({"/agent.py": "README.md"}, "harness.copy_files: '/agent.py' is outside the sandbox"),
     ],
 )
 def test_files_that_cannot_be_copied_are_refused(copy_files, message):
@@ -240,7 +240,7 @@ def test_tools_of_the_taskset_are_refused_by_name():
             """Add two numbers."""
             return a + b
 
-    with pytest.raises(ConfigInvalid, match=r"cannot use those of the taskset \(add\)"):
+    with pytest.raises(ConfigInvalid, match=r"cannot use the tools of the taskset \(add\)"):
         load_env(WithTools, harness={"id": "program", "command": ["agent"]})
 
 
@@ -276,6 +276,6 @@ def test_an_invalid_config_is_refused(harness, message):
 
 @pytest.mark.parametrize("path", ["/etc/agent.toml", "../agent.toml"])
 def test_files_outside_of_the_sandbox_are_refused_when_the_environment_is_loaded(path):
-    message = f"harness.files: '{path}' is outside of the sandbox; use a path relative to the work directory, or ~/..."
+    message = f"harness.files: '{path}' is outside the sandbox; use a path relative to the work directory, or ~/..."
     with pytest.raises(ConfigInvalid, match=re.escape(message)):
         load_env(OneTask, harness={"id": "program", "command": ["agent"], "files": {path: "x"}})

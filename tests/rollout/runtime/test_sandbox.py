@@ -236,7 +236,7 @@ def test_numbers_of_system_calls_are_those_of_the_kernels_headers():
             *Path("/usr/include").glob("x86_64-linux-gnu/asm/unistd_64.h"),
             Path("/usr/include/asm/unistd_64.h"),
         ],
-        "aarch64": [Path("/usr/include/asm-generic/unistd.h")],  # that of all new architectures
+        "aarch64": [Path("/usr/include/asm-generic/unistd.h")],  # the table of all new architectures
     }
     existing = [(machine, path) for machine, paths in headers.items() for path in paths if path.is_file()]
     if not existing:

@@ -123,4 +123,4 @@ def test_acknowledged_entries_are_never_lost_and_one_chain_counts(interruptions,
     counted = log.list_entries()
     assert counted == sorted(counted)
     acknowledged = {entry for head in heads for entry in head.acknowledged}
-    assert acknowledged <= set(counted)  # also those of heads that were replaced later
+    assert acknowledged <= set(counted)  # also by heads that were replaced later

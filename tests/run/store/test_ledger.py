@@ -225,7 +225,7 @@ def test_commit_names_its_checkpoint_once(ledger):
     ("change", "problem"),
     [
         ("UPDATE commits SET incarnation = 5", "version 1 was committed by trainer 5, which never received the batch"),
-        ("DELETE FROM commits", "the history ends at version 2, but the last commit is that of version 0"),
+        ("DELETE FROM commits", "the history ends at version 2, but the last commit is version 0"),
         (
             "UPDATE commits SET incarnation = 1 WHERE version = 1",
             "version 2 was committed by trainer 0 after trainer 1 had committed version 1",

@@ -1,4 +1,4 @@
-"""Rollouts whose agent program seems to be broken are recognized, and those of an agent that works are not."""
+"""Rollouts whose agent program seems to be broken are recognized, unlike rollouts of an agent that works."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """What a configuration model allows at a key, derived from its annotations.
 
 An annotation is represented by its list of *options*: unions are flattened, so `Elastic | Static | None` has three
-options and `int` has one. `child_options` maps the options of a section to those of a key in it. Flags use this to find
-the type of a key before there is a value; error messages use it to suggest valid keys.
+options and `int` has one. `child_options` maps the options of a section to the options of a key in it. Flags use this
+to find the type of a key before there is a value; error messages use it to suggest valid keys.
 """
 
 from collections import deque
@@ -149,7 +149,7 @@ def model_tag_key(model: type[BaseModel]) -> str:
 
 
 def default_at(section_default: Any, options: Sequence[Any], table: Any, name: str) -> Any:
-    """Return the default of key `name`: that of the section's default, or else that of the section's class."""
+    """Return the default value of `name`, from the section instance if it has one, else from its class."""
     if isinstance(section_default, BaseModel):
         key = model_tag_key(type(section_default))
         tag = getattr(section_default, key, None)

@@ -52,7 +52,7 @@ class HarborConfig(rf.TasksetConfig):
     image: str = "harbor/{name}"
     """The image of a task that has a Dockerfile and no `docker_image`; {name} is the name of its folder."""
     apply_resources: bool = True
-    """Whether the resources of a task are limits, which the runtime must enforce. False: those of the runtime apply."""
+    """Whether the resources of a task are limits, which the runtime must enforce. False: the runtime's limits apply."""
     python: str = "python3"
     """The Python that runs pytest."""
 
@@ -212,7 +212,7 @@ async def _upload(runtime: rf.Runtime, source: Path, target: PurePosixPath, root
 
 
 def _replace_paths(content: bytes, root: PurePosixPath) -> bytes:
-    """Return a text with /tests, /logs and /solution below another root; bytes that are no text are unchanged."""
+    """Return a text with /tests, /logs and /solution below another root; binary content is returned unchanged."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -229,7 +229,7 @@ def _find_reward_files(folder: HarborFolder) -> tuple[str, ...]:
 async def _read_rewards(runtime: rf.Runtime, logs: PurePosixPath, names: tuple[str, ...]) -> dict[str, float]:
     """Return the rewards of the first file that exists; {} if there is none.
 
-    Raises EnvironmentFault if its content is no reward.
+    Raises EnvironmentFault if its content is not a reward.
     """
     for name in names:
         try:
@@ -239,7 +239,7 @@ async def _read_rewards(runtime: rf.Runtime, logs: PurePosixPath, names: tuple[s
         try:
             return _parse_rewards(name, content.decode())
         except ValueError as error:
-            raise EnvironmentFault(f"the tests wrote a {name} that is no reward: {content[:200]!r}") from error
+            raise EnvironmentFault(f"the tests wrote a {name} that is not a reward: {content[:200]!r}") from error
     return {}
 
 

@@ -122,7 +122,7 @@ class HarborFolder:
         return template.format(name=PurePosixPath(self.name).name) if self.has_dockerfile else None
 
     def get_image_workdir(self) -> str:
-        """Return the work directory of the image: that of task.toml, or the last one of the Dockerfile."""
+        """Return the work directory of the image, from task.toml or else the last WORKDIR of the Dockerfile."""
         if workdir := self.environment.get("workdir"):
             return workdir
         dockerfile = self.path / "environment" / "Dockerfile"
@@ -171,7 +171,7 @@ def find_folders(root: Path) -> list[HarborFolder]:
 
 
 def resolve_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables with ${NAME} and ${NAME:-default} replaced by those of this process."""
+    """Return environment variables with ${NAME} and ${NAME:-default} replaced from this process's environment."""
 
     def resolve(match: re.Match[str]) -> str:
         name, default = match[1], match[2]

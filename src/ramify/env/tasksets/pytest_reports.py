@@ -73,7 +73,7 @@ def parse_outcomes(reports: str, nonce: str) -> dict[str, str]:
 def find_not_passed(expected: Sequence[str], outcomes: Mapping[str, str]) -> dict[str, str]:
     """Return the expected tests that did not pass, with the outcome, or "not reported".
 
-    An expected id may be that of a function, which stands for all its parameters, or an id that was cut at a space.
+    An expected id may name a function, which stands for all its parameters, or be cut off at a space.
     """
     unpassed: dict[str, str] = {}
     for id in expected:

@@ -22,7 +22,7 @@ WORDS_FILE = Path(__file__).with_name("words.txt")
 
 
 class ReversalTextsConfig(RangesConfig):
-    """The lengths and the alphabet of the texts. The defaults are those of the default example."""
+    """The lengths and the alphabet of the texts. The defaults suit the quickstart."""
 
     split: Split = "train"
     num_tasks: int = Field(default=1000, ge=1)

@@ -7,7 +7,7 @@ from ramify.env.tasksets import reversal
 
 
 class ReverseTextConfig(reversal.ReversalTextsConfig, rf.TasksetConfig):
-    """The lengths and the alphabet of the texts. The defaults are those of the default example."""
+    """The lengths and the alphabet of the texts. The defaults suit the quickstart."""
 
 
 class ReverseText(rf.Taskset):

@@ -1,6 +1,6 @@
 """swe: fix an issue of a real repository, in the image that a dataset names for it.
 
-The rows are those of R2E-Gym, SWE-bench or Scale-SWE. In the agent's sandbox, the tests are removed and the history of
+The rows come from R2E-Gym, SWE-bench or Scale-SWE. In the agent's sandbox, the tests are removed and the history of
 the repository is replaced by one commit, so that it cannot contain the fix. The agent's result is its patch. A fresh
 sandbox of the same image applies it, gets the tests, and every expected test must report by its id, with a nonce, that
 it passed.
@@ -65,13 +65,13 @@ class SweConfig(rf.TasksetConfig):
     num_tasks: int | None = Field(default=None, ge=1)
     """Number of rows, from the start. Default: all of them."""
     image: str | None = None
-    """The image of rows of SWE-bench without one; {instance} is the instance id. Default: that of the benchmark."""
+    """The image of SWE-bench rows without one; {instance} is the instance id. Default: the benchmark's image."""
     activate: str | None = None
-    """The shell command that makes the environment of the tests available. Default: that of the shape."""
+    """The shell command that activates the environment of the tests. Default: the usual one of the dataset."""
     python: str | None = None
-    """The Python that runs pytest. Default: that of the shape."""
+    """The Python that runs pytest. Default: the usual one of the dataset."""
     test_timeout: float = Field(default=1800.0, gt=0)
-    """Seconds for the tests. The rewards of a task have this time and that of the commands before the tests."""
+    """Seconds for the tests. The commands before the tests have additional time."""
 
 
 class SweTask(rf.Task):

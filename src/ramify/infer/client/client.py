@@ -339,7 +339,7 @@ class InferenceClient(ServerPool[Replica]):
     async def check_server(self, server: Replica, *, is_requested: bool) -> None:
         """Check the health of a server, and join it if it is down.
 
-        While the client starts, servers are joined without a health check: a server that is no engine has none.
+        While the client starts, servers are joined without a health check: a server of another kind has none.
         """
         if self.is_started:
             try:

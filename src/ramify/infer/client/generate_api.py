@@ -65,7 +65,7 @@ class GenerateRequest:
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """The logprob of one sampled token, and those of the most likely tokens if they were requested."""
+    """The logprob of one sampled token and, if requested, of the most likely tokens."""
 
     logprob: float
     top_logprobs: list[dict[str, Any]] = []

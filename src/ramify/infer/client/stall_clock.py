@@ -19,13 +19,13 @@ class StallClock:
     def __init__(self) -> None:
         self._num_requests = 0
         self._last_progress = 0.0  # when progress was last seen, or the first of the requests in flight started
-        self._tolerance = 0.0  # seconds without progress that are no stall
+        self._tolerance = 0.0  # seconds without progress that do not count as a stall
         self.ended_seconds = 0.0
         """Seconds of the stalls that have ended, without the current one."""
 
     @contextmanager
     def track_request(self, tolerance: float) -> Generator[None]:
-        """Measure stalls while a request waits; up to `tolerance` seconds without progress are no stall."""
+        """Measure stalls while a request waits; up to `tolerance` seconds without progress do not count."""
         if not self._num_requests:
             self._last_progress = time.monotonic()
         self._num_requests += 1

@@ -74,7 +74,7 @@ def parse_messages(messages: Iterable[Mapping[str, Any]]) -> MessageParser:
 
 
 def parse_tool(tool: Mapping[str, Any]) -> ToolSchema | None:
-    """Parse an entry of `tools`; None if it is no function."""
+    """Parse an entry of `tools`; None if it is not a function."""
     if tool.get("type", "function") != "function":
         return None
     function = tool["function"]

@@ -69,7 +69,7 @@ def _replace_surrogates(data: bytes | bytearray) -> bytes | bytearray:
 
 
 def get_http_status(error: RamifyError, *, retryable_status: int = 502) -> int:
-    """Return the HTTP status of an error; `retryable_status` is that of failures that have none of their own.
+    """Return the HTTP status of an error; `retryable_status` is used for retryable failures without their own.
 
     Exhausted limits and invalid requests are 400, which SDKs do not retry. A class without a status has
     its base class's status.

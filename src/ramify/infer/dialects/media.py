@@ -131,7 +131,7 @@ def media_from_base64(data: str, mime: str) -> Media:
 
 
 def _build_media(data: bytes, mime: str) -> Media:
-    """Return an entry whose type is that of the data, whatever the sender says."""
+    """Return an entry whose type is read from the data, whatever the sender says."""
     header = read_image_header(data)
     return Media.from_bytes(data, mime if header is None else MIME_TYPES[header.format])
 

@@ -31,7 +31,7 @@ class SamplingConfig(Config):
             raise ConfigInvalid(problems=problems)
 
     def find_training_problems(self) -> list[tuple[str, str]]:
-        """Return each parameter with which the recorded logprobs would not be those of the sampled distribution."""
+        """Return each parameter that would make the recorded logprobs differ from the sampled distribution."""
         rules = {
             "temperature": (self.temperature > 0, "above 0"),
             "top_p": (self.top_p == 1, "1"),

@@ -66,7 +66,7 @@ def sampling_to_dict(sampling: ClientSampling, stop_strings: tuple[str, ...]) ->
 def _check_number(
     overrides: Mapping[str, Any], name: str, types: type | tuple[type, ...], low: float, high: float, expected: str
 ) -> Any:
-    """Return an override, or None if it is not set. Raises RequestInvalid if it is no number in [low, high)."""
+    """Return an override, or None if it is not set. Raises RequestInvalid if it is not in [low, high)."""
     value = overrides.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, types) or not low <= value < high):
         raise RequestInvalid(f"{name}: expected {expected}, found {value!r:.80}")

@@ -316,7 +316,7 @@ class RolloutSession:
             return policy, trie.find_or_insert(trie.root, messages, request.tools)
         reply = self._reply_by_node.get(request.parent_node)
         if reply is None:
-            raise RequestInvalid(f"parent_node: node {request.parent_node} is no reply of this session")
+            raise RequestInvalid(f"parent_node: node {request.parent_node} is not a reply in this session")
         if reply.root is trie.root:
             return policy, trie.find_or_insert(reply, messages, request.tools)
         return policy, trie.find_or_insert(trie.root, [*reply.messages_after(None), *messages], request.tools)

@@ -1,7 +1,7 @@
 """Image bytes to pixels, with limits that hold before anything is decoded.
 
-Whoever sends an image may be a boxed agent. Only three formats are accepted, an image has one frame, and its number of
-pixels is read from the header, so that a small file cannot become a large array.
+Whoever sends an image may be an agent in a sandbox. Only three formats are accepted, an image has one frame, and its
+number of pixels is read from the header, so that a small file cannot become a large array.
 """
 
 import stat
@@ -85,7 +85,7 @@ def decode_image(data: bytes) -> RgbArray:
 
 
 def read_image_file(path: Path) -> bytes:
-    """Return the bytes of an image. Raises ImageInvalid if the file cannot be read, is too large or is no image."""
+    """Return the bytes of an image. Raises ImageInvalid if the file cannot be read, is too large or is not an image."""
     try:
         with watch_storage(path):
             if not stat.S_ISREG(path.stat().st_mode):

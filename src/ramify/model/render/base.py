@@ -117,7 +117,7 @@ class RenderedPrompt:
 
     @property
     def new_token_ids(self) -> Int32Array:
-        """The tokens after those of the history."""
+        """The tokens after the history."""
         return self.token_ids[self.num_reused :]
 
     @property
@@ -137,7 +137,7 @@ class RenderedPrompt:
     def as_continuation(self, history: "TokenHistory", prefix_break: PrefixBreak | None) -> "RenderedPrompt":
         """Return this full prompt as the continuation of `history`.
 
-        If its tokens do not start with those of the history, the result has a `prefix_break` and reuses none.
+        If its tokens do not start with the history, the result has a `prefix_break` and reuses none.
         """
         num_reused, num_messages = len(history.token_ids), len(history.messages)
         reused_images = tuple(image for image in self.images if image.stop <= num_reused)
@@ -214,7 +214,7 @@ class TokenHistory:
         spans: tuple[MessageSpan, ...],
         media: tuple[PromptMedia, ...] = (),
     ) -> RenderedPrompt:
-        """Build the prompt that continues this history with `messages`; `token_ids` start with those of the history."""
+        """Build the prompt that continues this history with `messages`; `token_ids` start with the history."""
         return RenderedPrompt(
             messages=(*self.messages, *messages),
             tools=self.tools,
@@ -287,7 +287,7 @@ class Renderer(ABC):
 
         After a sampled reply only the new messages are rendered. If the template rewrites the history, the whole
         conversation is rendered again and `prefix_break` says why. A history that ends in a prompt message is rendered
-        again and compared, so it is cheaper to bridge from the last reply. `tools` default to those of the history.
+        again and compared, so it is cheaper to bridge from the last reply. `tools` default to the history's tools.
         """
         active_tools = history.tools if tools is None else tuple(tools)
         prefix_break = PrefixBreak(BreakReason.TOOLS_CHANGED) if active_tools != history.tools else None

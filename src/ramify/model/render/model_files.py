@@ -30,7 +30,7 @@ class ModelFiles:
     def read(cls, directory: Path) -> "ModelFiles":
         """Read the files of a model directory."""
         if not directory.is_dir():
-            raise ConfigInvalid(f"model: {directory} is no directory")
+            raise ConfigInvalid(f"model: {directory} is not a directory")
         config = _read_json(directory / "tokenizer_config.json")
         token_entries = {**_read_json(directory / "special_tokens_map.json"), **config}
         return cls(
@@ -65,7 +65,7 @@ def _load_templates(directory: Path, config_value: Any) -> dict[str, str]:
 
 
 def _load_eos_ids(directory: Path) -> tuple[int, ...]:
-    """Return the end-of-text ids of the generation config, or else those of the model config."""
+    """Return the end-of-text ids from the generation config, or else from the model config."""
     for name in ("generation_config.json", "config.json"):
         value: Any = _read_json(directory / name).get("eos_token_id")
         if value is not None:

@@ -111,7 +111,7 @@ def check_image_count(count: int) -> None:
 
 
 class PromptImages:
-    """Places images in prompts, for one model. `cache` is that of the model's image family."""
+    """Places images in prompts, for one model. `cache` belongs to the model's image family."""
 
     def __init__(self, cache: ImageCache) -> None:
         self.cache = cache

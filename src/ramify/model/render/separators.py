@@ -55,8 +55,8 @@ class SeparatorFinder:
     ) -> Separator | None:
         """Return the separator of two kinds, or None if it cannot be derived.
 
-        `second` may be `GENERATION_PROMPT` or `END_OF_CONVERSATION`. `call_id` is that of the first message, for a
-        template that writes it after a tool's result.
+        `second` may be `GENERATION_PROMPT` or `END_OF_CONVERSATION`. `call_id` is the first message's, for a template
+        that writes it after a tool's result.
         """
         separator = self._lookup(first, second, tools)
         if separator is None and first.reasoning is not None:

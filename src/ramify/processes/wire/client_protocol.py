@@ -82,7 +82,7 @@ class ClientProtocol(SocketProtocol):
         self.last_received_time = now
 
     def handle_command(self, command: ProtocolEvent, now: float) -> None:
-        """Send a message of the current session; those of earlier sessions are dropped."""
+        """Send a message of the current session; drop a message of an earlier one."""
         session_number, header, body = command
         if session_number == self.session_number:
             self.stream.enqueue(header, body)

@@ -114,7 +114,7 @@ class HttpServer(AsyncService):
     async def start(self) -> Self:
         """Listen and serve.
 
-        Raises PortTaken if the port is in use, ConfigInvalid if the host is no address of this machine,
+        Raises PortTaken if the port is in use, ConfigInvalid if this machine does not have the address,
         DeadlineExceeded if the server does not start in time, and any other error with which it ends instead.
         """
         try:

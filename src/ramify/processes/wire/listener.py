@@ -26,6 +26,6 @@ def to_bind_error(name: str, address: str, error_number: int | None, reason: str
     `name` names the server or the config key in the message; `error_number` and `reason` are the OS error.
     """
     if error_number == errno.EADDRNOTAVAIL:
-        reason = f"{address.rpartition('://')[2].rpartition(':')[0]} is no address of this machine"
+        reason = f"{address.rpartition('://')[2].rpartition(':')[0]} is not an address of this machine"
     message = f"{name}: {address} cannot be listened on: {reason}"
     return PortTaken(message) if error_number == errno.EADDRINUSE else ConfigInvalid(message)

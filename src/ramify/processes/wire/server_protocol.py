@@ -39,7 +39,7 @@ MAX_BANNED = 4096  # rejected connections whose messages are ignored; the oldest
 
 
 class WireSession:
-    """One client, over any number of successive connections; `routing_id` is that of the current one."""
+    """One client, over any number of successive connections; `routing_id` identifies the current one."""
 
     def __init__(self, client_id: str, routing_id: bytes, now: float) -> None:
         self.client_id, self.routing_id = client_id, routing_id

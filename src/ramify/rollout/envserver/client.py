@@ -126,7 +126,7 @@ class EnvClient(AsyncService):
         return (await self._client.call("tasks", request, timeout=timeout)).decode(TaskPage)
 
     async def cancel(self, ids: Iterable[str]) -> int:
-        """Cancel rollouts by id, including those of other clients; return how many were running."""
+        """Cancel rollouts by id, including other clients' rollouts; return how many were running."""
         request = WireMessage.encode(CancelRequest(list(ids)))
         return (await self._client.call("cancel", request, timeout=CONTROL_TIMEOUT)).decode(int)
 

@@ -23,7 +23,7 @@ class RolloutRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     seed: int = 0
     train: bool = False
     sampling: dict[str, Any] | None = None
-    """Sampling parameters that override those of the source."""
+    """Sampling parameters that override the source's."""
     stream: bool = False
     """Whether to send updates while the rollout runs."""
     start: int = 0

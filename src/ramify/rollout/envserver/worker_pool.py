@@ -52,7 +52,7 @@ class WorkerPool:
         self.counts = {"booted": 0, "lost": 0, "hung": 0, "recycled": 0, "boot_failures": 0}
         self.worst_lag: dict[str, float] = {}
         self.info: EnvServerInfo | None = None
-        self._addresses: AddressUpdate | None = None  # all that have replaced those of the configuration
+        self._addresses: AddressUpdate | None = None  # all that have replaced configured ones
         self._boot_urls: dict[str, list[str]] = {}  # the inference servers that a worker was booted with
         self.boot_error: RamifyError | None = None
         """Why workers fail to boot; None unless `max_startup_failures` boots in a row have failed."""

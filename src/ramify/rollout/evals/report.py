@@ -22,7 +22,7 @@ MAX_FAILURES_SHOWN = 3  # distinct failures, and errors before the first reply, 
 def build_report(rows: Sequence[RolloutRecord], *, pass_threshold: float) -> RenderableType:
     """Return the scores with their intervals, and the summary. `pass_threshold` is the minimum reward that passes.
 
-    A training run with several sources has scores for each of them; those of an eval are of its last step.
+    A training run with several sources has scores for each of them; eval scores are from its last step.
     """
     rows_by_source = _split_by_source(rows)
     has_step = not rows_by_source.keys() <= {row.source for row in rows}

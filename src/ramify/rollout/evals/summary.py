@@ -19,7 +19,7 @@ def make_rollout_id(task_key: str, repetition: int) -> str:
 def build_row(
     environment: Environment, task_key: str, repetition: int, traces: Sequence[Trace], revision: int
 ) -> RolloutRecord:
-    """Return the index row of a rollout. Its reward is that of the first agent."""
+    """Return the index row of a rollout, with the first agent's reward."""
     failure = next(filter(None, (find_system_failure(environment, trace) for trace in traces)), None)
     return RolloutRecord(
         id=make_rollout_id(task_key, repetition),

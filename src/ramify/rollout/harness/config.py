@@ -23,7 +23,7 @@ class HarnessConfig(Config):
 
     - `id`: the id that selects the harness.
     - `timeout`: seconds that the agent has for a task; `task.timeout` overrides it.
-    - `train`: which calls are trained on: "main", those of the agent's conversations about the task, or "all".
+    - `train`: which calls are trained on: "main" (the agent's conversations about the task) or "all".
     - `models`: other models by the names under which the agent requests them. Any other name selects the policy. Their
       calls are recorded but never trained on.
     """
@@ -38,7 +38,7 @@ class ChatHarnessConfig(HarnessConfig):
     """Configuration of the chat harness."""
 
     mcp: dict[str, McpServerConfig] = {}
-    """MCP servers by name. They are opened for each rollout, and their tools are added to those of the taskset."""
+    """MCP servers by name. They are opened for each rollout, and their tools are added to the taskset's."""
     max_malformed_replies: int = Field(default=3, ge=1)
     """Replies in a row with malformed tool calls after which the rollout ends."""
     compact_at: int | None = Field(default=None, ge=1)
@@ -50,7 +50,7 @@ class BashHarnessConfig(ChatHarnessConfig):
 
     id: str = "bash"
     system_prompt: str = BASH_SYSTEM_PROMPT
-    """The system prompt; that of the task follows it. Empty: only that of the task."""
+    """The system prompt, followed by the task's system prompt. Empty: only the task's."""
     command_timeout: float = Field(default=120.0, gt=0)
     """Most seconds of one command. The model may ask for fewer."""
     max_output_chars: int = Field(default=10_000, ge=100)
@@ -62,7 +62,7 @@ class RlmHarnessConfig(ChatHarnessConfig):
 
     id: str = "rlm"
     system_prompt: str = Field(default=RLM_SYSTEM_PROMPT, min_length=1)
-    """The system prompt of all conversations of a rollout. That of the task is put before its prompt."""
+    """The system prompt of all conversations of a rollout. The task's system prompt is put before its prompt."""
     max_depth: int = Field(default=1, ge=0)
     """How deep calls of `llm` may be nested: 1 lets the task's own code call it, 0 forbids it."""
     max_sub_turns: int = Field(default=10, ge=1)

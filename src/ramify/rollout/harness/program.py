@@ -111,7 +111,7 @@ EXCERPT_CHARS = 2000  # of the program's output, in an error message
 class ProgramHarness(Harness):
     """Runs a command-line agent in the runtime of the rollout.
 
-    - `program_env`, `program_files`: environment variables and files of a preset; those of the config are added.
+    - `program_env`, `program_files`: environment variables and files of a preset; the config's are added.
     """
 
     config: ProgramHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
@@ -124,8 +124,8 @@ class ProgramHarness(Harness):
         tools = [tool.name for tool in hooks.static_tools.tools] + (["the `tools` hook"] if hooks.tools else [])
         if tools:
             raise ConfigInvalid(
-                f"the harness {self.config.id!r} runs a program with tools of its own, which cannot use those of the "
-                f"taskset ({', '.join(tools)}): use the harness chat or rlm"
+                f"the harness {self.config.id!r} runs a program with tools of its own, which cannot use the tools of "
+                f"the taskset ({', '.join(tools)}): use the harness chat or rlm"
             )
         if hooks.user is not None:
             raise ConfigInvalid(
@@ -329,7 +329,7 @@ def _find_stop_reason(result: ExecResult, session: "RolloutSession", context: Ro
         return "done"
     failures = [refusal for refusal in context.trace.info.get("refusals", []) if refusal["status"] >= 500]
     if failures:
-        raise ProviderError(f"the program gave up after a model call failed: {failures[-1]['message']}")
+        raise ProviderError(f"the program failed after a model call failed: {failures[-1]['message']}")
     if session.num_turns == 0:
         output = _put_last_line_first(_shorten_output(result.stderr or result.stdout, EXCERPT_CHARS))
         assert context.runtime is not None

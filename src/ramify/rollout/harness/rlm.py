@@ -97,7 +97,7 @@ class ToolArguments(msgspec.Struct):
 
 
 class RlmConversation:
-    """A conversation with its REPL: that of the task (depth 0), or that of a call of `llm`."""
+    """A conversation with its REPL, about the task (depth 0) or for a call of `llm`."""
 
     def __init__(self, rollout: RlmRollout, depth: int, repl_context: Any, user: User | None = None) -> None:
         self._rollout, self._depth = rollout, depth
@@ -196,7 +196,7 @@ class RlmConversation:
 
 
 def build_system_message(task: Task, config: RlmHarnessConfig) -> Message:
-    """Return the system message of all conversations. It includes that of a task whose user speaks first."""
+    """Return the system message of all conversations. It includes the task's if its user speaks first."""
     texts = [config.system_prompt, *([task.system] if task.prompt is None and task.system else [])]
     return Message("system", "\n\n".join(texts))
 

@@ -79,7 +79,7 @@ class ContainerRuntimeConfig(RuntimeConfig):
     image: str = "python:3.12-slim"
     """The image of tasks that name none."""
     workdir: str = "/sandbox/work"
-    """The work directory; that of a task is relative to it, or absolute."""
+    """The work directory. A task's `workdir` is relative to it, or absolute."""
     engine: Literal["auto", "docker", "podman"] = "auto"
     """The program that runs containers. "auto": the first of docker and podman that is installed."""
     engine_args: list[str] = []
@@ -104,9 +104,9 @@ class HostedRuntimeConfig(RuntimeConfig):
     image: str = "python:3.12-slim"
     """The image of tasks that name none."""
     workdir: str = "/sandbox/work"
-    """The work directory; that of a task is relative to it, or absolute."""
+    """The work directory. A task's `workdir` is relative to it, or absolute."""
     gateway_url: str | None = None
-    """The public address of the gateway, such as that of a tunnel; its path is not used."""
+    """The public address of the gateway, such as a tunnel's; its path is not used."""
     lifetime: float = Field(default=3600.0, ge=60, le=86400)
     """Seconds after which the provider ends a sandbox that was not stopped."""
     start_timeout: float = Field(default=600.0, gt=0)

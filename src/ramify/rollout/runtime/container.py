@@ -9,7 +9,7 @@ through a socket that is opened inside the container's network and handed out, s
     stop      the container is removed with all its processes and files
 
 Containers outlive this process if it is killed. Their label names the machine and their name the process that made
-them, so that `clean` removes those of ended processes.
+them, so that `clean` removes the containers of ended processes.
 """
 
 import asyncio

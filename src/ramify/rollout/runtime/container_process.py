@@ -13,7 +13,7 @@ VARIABLE_PREFIX = "RAMIFY_VAR_"
 
 
 class ContainerProcess(ShellProcess):
-    """A program of a container whose streams are those of an `exec` command."""
+    """A program in a container, run by the engine's `exec` command, which has its streams."""
 
     _transport: asyncio.SubprocessTransport | None = None
     _streams: "_ExecStreams | None" = None
@@ -23,7 +23,7 @@ class ContainerProcess(ShellProcess):
     ) -> None:
         """Run `sh` with these arguments in a container. `command`: the engine's `exec` command.
 
-        Values of environment variables are passed in variables of other names: those of the program, such as PATH,
+        Values of environment variables are passed in variables of other names: the program's own names, such as PATH,
         would change the engine's command, and its arguments are visible to every user of the machine.
         """
         has_stdin = stdin is not None or self.is_interactive

@@ -107,8 +107,8 @@ class HostedRuntime(ShellRuntime):
         """Return the URL with the public address of the gateway."""
         if self.config.gateway_url is None:
             raise ConfigInvalid(
-                "programs of a hosted sandbox cannot reach the gateway of this machine: set runtime.gateway_url to a "
-                "public address of it, such as that of a tunnel"
+                "programs of a hosted sandbox cannot reach the gateway of this machine: set runtime.gateway_url to its "
+                "public address, such as a tunnel's"
             )
         return replace_address(base_url, self.config.gateway_url)
 

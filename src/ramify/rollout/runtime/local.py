@@ -149,7 +149,7 @@ class LocalRuntime(Runtime):
         await _write_in_thread(self._files.upload, source, target)
 
     async def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy a regular file, or those of a directory, out of the rollout's directory."""
+        """Copy a regular file, or the regular files of a directory, out of the rollout's directory."""
         await _write_in_thread(self._files.download, source, target)
 
     async def expose(self, base_url: str) -> str:

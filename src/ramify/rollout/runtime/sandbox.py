@@ -166,7 +166,7 @@ class SandboxRuntime(Runtime):
         await asyncio.to_thread((await self._get_files()).upload, source, target)
 
     async def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy a regular file of the sandbox, or those of a directory, to this machine."""
+        """Copy a regular file, or the regular files of a directory, from the sandbox to this machine."""
         await asyncio.to_thread((await self._get_files()).download, source, target)
 
     async def expose(self, base_url: str) -> str:

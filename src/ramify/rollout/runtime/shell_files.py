@@ -1,8 +1,8 @@
 """The files of a sandbox that has a shell: they are read and written by short shell scripts that run in the sandbox.
 
-The rules are those of `sandbox_files`: regular files only, no links anywhere in a path, limited sizes. Here they are
-not what keeps the machine safe, since the scripts run in the sandbox: a link leads to a file of the sandbox. What comes
-out is an archive that an agent may have forged (see `archive`).
+The rules are the same as in `sandbox_files`: regular files only, no links anywhere in a path, limited sizes. Here they
+are not what keeps the machine safe, since the scripts run in the sandbox: a link leads to a file of the sandbox. What
+comes out is an archive that an agent may have forged (see `archive`).
 """
 
 import asyncio
@@ -261,6 +261,6 @@ def _raise_for_status(result: ExecResult, path: str | PurePath) -> None:
 
 
 def _find_errno(reason: str) -> int:
-    """Return the error number whose text a program of the sandbox wrote, or that of an input/output error."""
+    """Return the error number whose text a program of the sandbox wrote, or else EIO."""
     known = (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT)
     return next((number for number in known if os.strerror(number) in reason), errno.EIO)

@@ -66,8 +66,8 @@ class HeadLog:
     def append(self, position: LogPosition, data: bytes) -> None:
         """Append what the head of `position.epoch` has committed; it counts once this returns.
 
-        If the outcome is unknown, because the storage did not answer, the same call may be repeated. `data` must
-        differ from that of any other head. Raises ProcessReplaced if another head has taken over.
+        If the outcome is unknown, because the storage did not answer, the same call may be repeated. Every head must
+        write different `data`. Raises ProcessReplaced if another head has taken over.
         """
         if data == SEAL:
             raise ValueError("an entry must differ from a seal")

@@ -76,7 +76,7 @@ def _check_served(ledger: Ledger) -> Iterator[str]:
         served_steps.add(step)
         if group_numbers != recorded.get(step):
             trainer = FencingToken.from_number(incarnation)
-            yield f"trainer {trainer} received groups {list(group_numbers)} for step {step}, not those of its batch"
+            yield f"trainer {trainer} received groups {list(group_numbers)} for step {step}, not its batch"
     for step in range(ledger.progress().committed):
         if step not in served_steps:
             yield f"step {step} is committed, but its batch was served to no trainer"
@@ -98,7 +98,7 @@ def _check_commits(ledger: Ledger) -> Iterator[str]:
                 yield f"{commit_text}, which never received the batch of step {step}"
         previous = commit
     if previous.version != (committed := ledger.progress().committed):
-        yield f"the history ends at version {committed}, but the last commit is that of version {previous.version}"
+        yield f"the history ends at version {committed}, but the last commit is version {previous.version}"
 
 
 def _check_attempts(ledger: Ledger, groups: list[GroupRecord]) -> Iterator[str]:

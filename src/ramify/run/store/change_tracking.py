@@ -32,9 +32,9 @@ CREATE TABLE IF NOT EXISTS changed_rows (
 class HeadState(NamedTuple):
     """What a head knows of its own entries, stored in its run directory.
 
-    `next_entry` is the number of the next entry of `epoch`. `pending_digest` is that of an entry which may have been
+    `next_entry` is the number of the next entry of `epoch`. `pending_digest` identifies an entry that may have been
     created already; "" if there is none. Trace segments are in the log up to byte `segment_length` of `segment`.
-    `tables_version` is that of the tables in the last entry; -1 before the first one.
+    `tables_version` is the version of the tables in the last entry; -1 before the first one.
     """
 
     epoch: int

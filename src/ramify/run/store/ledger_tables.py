@@ -25,7 +25,7 @@ LEDGER_TABLES = (
     "CREATE INDEX IF NOT EXISTS attempts_by_rollout ON attempts (rollout)",
     """CREATE TABLE IF NOT EXISTS batches (
         step INTEGER PRIMARY KEY, members BLOB NOT NULL, annotations BLOB NOT NULL, counts BLOB NOT NULL)""",
-    # The scores of other models for groups that are scored but not in a batch yet; a batch holds those of its groups.
+    # The scores of other models for groups that are scored but not in a batch yet; a batch holds its own.
     "CREATE TABLE IF NOT EXISTS reference_scores (number INTEGER PRIMARY KEY, scores BLOB NOT NULL)",
     # The algorithm's state before it scored these groups, so that it scores them in the same way after a restart.
     "CREATE TABLE IF NOT EXISTS algorithm_states (number INTEGER PRIMARY KEY, state BLOB NOT NULL)",

@@ -78,7 +78,7 @@ class RunLog:
         return self._store.select_records(lambda row: MetricPoint(row[0], row[1], float(row[2])), query, (glob,))
 
     def events(self, kind: str | None = None) -> list[RunEvent]:
-        """Return all events, or those of one kind, in order."""
+        """Return all events, or the events of one kind, in order."""
         where, values = ("", ()) if kind is None else ("WHERE kind = ?", (kind,))
         query = f"SELECT time, kind, fields FROM events {where} ORDER BY rowid"
         return self._store.select_records(RunEvent.from_row, query, values)

@@ -261,7 +261,7 @@ def make_readonly_uri(path: Path) -> str:
     """Return the address of a run's database for a connection of SQLite that only reads.
 
     SQLite needs two files beside a database with a write-ahead log, even to read. In a directory where they neither
-    exist nor can be made, such as that of an archived run, nobody writes the run, and it is read without them.
+    exist nor can be made, such as an archived run's, nobody writes the run, and it is read without them.
     """
     file = path.absolute() / DATABASE_NAME
     is_archived = not os.access(path, os.W_OK) and not file.with_name(f"{DATABASE_NAME}-wal").exists()

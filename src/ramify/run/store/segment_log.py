@@ -26,7 +26,7 @@ class SegmentLog:
     """The segment files of a run in `folder`.
 
     To add data: `append` it, then `sync`, then store the location in the index. `segment_number` and `segment_length`
-    are those of the segment that is appended to.
+    describe the segment that is appended to.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -28,7 +28,7 @@ class SftBatch(NamedTuple):
 
 
 class BatchExamples(NamedTuple):
-    """The examples of one batch; `start_position` is that of the first one in the order of the examples."""
+    """The examples of one batch; `start_position` is where the first one stands in the order of all examples."""
 
     step: int
     start_position: int
@@ -80,7 +80,7 @@ class SftBatchBuilder:
         """Yield each batch while the thread builds the next one."""
 
         def build_next() -> SftBatch | None:
-            batch_examples = next(batches, None)  # in the thread too, so that an error here is that of its batch
+            batch_examples = next(batches, None)  # in the thread too, so that an error here is raised for its batch
             return None if batch_examples is None else self._build(batch_examples)
 
         future = self._executor.submit(build_next)

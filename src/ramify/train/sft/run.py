@@ -1,8 +1,8 @@
 """An SFT run from its configuration to its weights: open or resume the run, train, save, publish.
 
 Everything a step depends on is in the checkpoint before it and in the seed: weights, optimizer, and the position in the
-order of examples. A run that is killed therefore repeats its last steps exactly, and its metrics are those of a run
-that was not.
+order of examples. A run that is killed therefore repeats its last steps exactly, and its metrics equal those without a
+kill.
 """
 
 import contextlib

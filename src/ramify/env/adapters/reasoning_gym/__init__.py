@@ -1,7 +1,7 @@
 """reasoning-gym: the procedural datasets of reasoning-gym by name, with their own scorers.
 
 A task stores the index of its entry, not the entry: entries are generated again from the seed when they are scored, so
-metadata that is no plain data needs no conversion.
+metadata need not be JSON.
 """
 
 import threading
@@ -31,7 +31,7 @@ REFUSALS = {
     "game_of_life": "its scorer raises on replies that are JSON but no board",
     "game_of_life_halting": "its scorer gives the full score to every reply that is not empty",
     "graph_color": NO_ANSWER,
-    "prime_factorization": "its scorer raises on replies that are no product of integers",
+    "prime_factorization": "its scorer raises on replies that are not a product of integers",
     "propositional_logic": NO_ANSWER,
     "rubiks_cube": NO_ANSWER,
     "rush_hour": NO_ANSWER,
@@ -48,7 +48,7 @@ class ReasoningGymConfig(rf.TasksetConfig):
     dataset: str
     """The name of a dataset of reasoning-gym, such as `basic_arithmetic`."""
     parameters: dict[str, Any] = {}
-    """Parameters of the dataset, such as those of its difficulty. Default: its own."""
+    """Parameters of the dataset, such as its difficulty. Default: its own."""
     level: int | None = Field(default=None, ge=0)
     """The difficulty: all attributes of the dataset's curriculum at this level, or at their highest if that is lower.
     Default: no curriculum."""

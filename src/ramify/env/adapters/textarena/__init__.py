@@ -28,7 +28,7 @@ class TextArenaConfig(rf.TasksetConfig):
     num_players: int = Field(default=1, ge=1)
     """Number of players; the policy plays all of them."""
     parameters: dict[str, Any] = {}
-    """Parameters with which the game is made, such as those of its difficulty."""
+    """Parameters with which the game is made, such as its difficulty."""
     num_tasks: int = Field(default=1000, ge=1)
     """Number of tasks. Each is a seed of the game."""
     instructions: str = ""

@@ -41,7 +41,7 @@ def _to_plain(value: Any) -> Any:
 def _dump_model(value: Any) -> Any:
     """Return a pydantic model, such as a message of verifiers, as a dict."""
     if not hasattr(value, "model_dump"):
-        raise TypeError(f"{type(value).__name__} is no plain data")
+        raise TypeError(f"{type(value).__name__} cannot be written as JSON")
     return value.model_dump(mode="json", exclude_none=True)
 
 

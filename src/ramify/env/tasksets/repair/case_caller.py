@@ -35,7 +35,7 @@ def main() -> None:
     """Call all cases."""
     request = json.loads(sys.stdin.buffer.readline())
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the module prints is no report
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that what the module prints does not mix with the reports
     module = load_module(request["file"])
     for case in request["cases"]:
         reports.write(json.dumps({"id": case["id"], "result": call_case(module, case)}) + "\n")

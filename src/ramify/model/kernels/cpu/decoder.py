@@ -1,7 +1,7 @@
 """The decoder step in C (`decoder.c`), for float32 on CPUs.
 
 On a small model the PyTorch calls cost as much as the matrix products in them. Here a step is one call, compiled for
-the model's shape when it is loaded (half a second). Matrix products are those of torch's own BLAS, and attention reads
+the model's shape when it is loaded (half a second). Matrix products use torch's own BLAS, and attention reads
 keys and values in place from the cache instead of gathering them. Both run on torch's threads; the other operators,
 which take little time, run on one thread.
 """
@@ -132,7 +132,7 @@ class CompiledDecoderOps(DecoderOps):
         """Return a token for each row, sampled by seed and position like `ramify.infer.sampler`, and its logprob."""
         buffers = self._draw_buffers
         if buffers is None or (buffers.temperatures, buffers.seeds) != (temperatures, seeds):
-            buffers = self._draw_buffers = DrawBuffers(temperatures, seeds)  # most steps reuse those of the last step
+            buffers = self._draw_buffers = DrawBuffers(temperatures, seeds)  # most steps reuse the last step's
         buffers.positions[:] = positions
         self._c_sample_tokens(logits.data_ptr(), *logits.shape, *buffers.addresses)
         return buffers.tokens.tolist(), buffers.logprobs.tolist()
@@ -193,7 +193,7 @@ class SmallGemmDecoderOps(DecoderOps):
         if not any("avx512_bf16" in line for line in read_cpu_features()):
             raise CLibraryUnavailable("no AVX512-BF16")
         if any(width % WIDTH_MULTIPLE for width in (sizes.hidden, sizes.heads * sizes.head_dim, sizes.inner)):
-            raise CLibraryUnavailable(f"a width is no multiple of {WIDTH_MULTIPLE}")
+            raise CLibraryUnavailable(f"a width is not a multiple of {WIDTH_MULTIPLE}")
         super().__init__(sizes, "torch, compiled for few rows")
         self._gomp_parallel = find_torch_symbol("GOMP_parallel")
         library = load_c_library(Path(__file__).with_name("small_gemm.c"), f"MAX_ROWS={MAX_ROWS}")

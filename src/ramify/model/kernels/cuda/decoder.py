@@ -1,6 +1,6 @@
 """The operators of a decoder step on CUDA: between two matrix products there is one kernel.
 
-The kernels compute in float32 and round once, as those of the trainer do, so that logprobs of both agree. Residual add
+The kernels compute in float32 and round once, as the trainer's kernels do, so that their logprobs agree. Residual add
 and norm are one kernel; so are the norm of the heads, their rotation and the write of keys and values to the cache; so
 are the activation and its product. A layer is ten kernels, four of them matrix products.
 """

@@ -109,8 +109,8 @@ def sample_rows(
 ) -> None:
     """Sample a token for each row of contiguous `logits` [rows, vocab] into `sampled` [rows or more, 2].
 
-    `positions` [tokens] are those of the step's tokens and `logit_rows` the token of each row. The second column of
-    `sampled` holds the bits of the logprobs.
+    `positions` [tokens] are the positions of the step's tokens and `logit_rows` the token of each row. The second
+    column of `sampled` holds the bits of the logprobs.
     """
     rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, PART)
