@@ -36,7 +36,7 @@ def main(url: str) -> None:
         right += expected.index(max(expected)) == row["answer"]
     accuracy = results["results"][NAME]["acc,none"]
     assert accuracy == right / len(ROWS), (accuracy, right)
-    print(f"multiple choice: acc {accuracy:.3f} of {len(ROWS)} questions; every score is that of the token ids")
+    print(f"multiple choice: acc {accuracy:.3f} of {len(ROWS)} questions; every score comes from the token ids")
 
 
 def evaluate(url: str, folder: Path) -> dict[str, Any]:

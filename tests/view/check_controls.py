@@ -58,13 +58,13 @@ def test_the_costly_token_is_in_view_when_the_tokens_are_opened(browser, folder)
         page.set_viewport_size({"width": 1280, "height": 420})
         page.get_by_role("tab", name="Tokens").click()
         page.wait_for_selector(".token-selected")
-        box = page.locator(".token-selected").bounding_box()
-        assert box["y"] + box["height"] < 420
+        bounds = page.locator(".token-selected").bounding_box()
+        assert bounds["y"] + bounds["height"] < 420
         assert get_tip_position(page) == "token 1 of message 1"
         page.reload()
         page.wait_for_selector(".token-selected")
-        box = page.locator(".token-selected").bounding_box()
-        assert box["y"] + box["height"] < 420
+        bounds = page.locator(".token-selected").bounding_box()
+        assert bounds["y"] + bounds["height"] < 420
 
 
 def test_a_click_anywhere_in_a_row_opens_it(browser, folder):

@@ -328,7 +328,7 @@ def test_tokens_are_coloured_by_what_the_trainer_recorded(browser, folder):
         names = page.locator(".token-bar option").all_inner_texts()
         assert {"entropy", "mismatch of trainer and sampler"} <= set(names)
         page.locator(".token-bar select").select_option("mismatch")
-        assert "minus that of the sampler" in page.inner_text(".token-bar")
+        assert "minus by the sampler" in page.inner_text(".token-bar")
         colours = [token.evaluate("span => span.style.background") for token in page.locator(".tokens .token").all()]
         assert [bool(colour) for colour in colours] == [False] * 4 + [True] * 4
         page.locator(".tokens .token").last.hover()
@@ -454,8 +454,8 @@ def test_rewards_are_visible_at_500_pixels(browser, folder, view):
         rewards = page.locator(
             ".run-reward, .rollouts tbody td:nth-child(2), .forest-reward, .stat-value, .scores td.number"
         )
-        boxes = [reward.bounding_box() for reward in rewards.all()]
-        assert boxes and all(box["x"] + box["width"] <= 500 for box in boxes if box)
+        all_bounds = [reward.bounding_box() for reward in rewards.all()]
+        assert all_bounds and all(bounds["x"] + bounds["width"] <= 500 for bounds in all_bounds if bounds)
 
 
 def test_a_reward_has_the_same_digits_everywhere(browser, folder):

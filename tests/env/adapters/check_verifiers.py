@@ -1,4 +1,4 @@
-"""verifiers from 0.4 on: rewards equal those of its own runner, and two tasksets are evaluated and trained on."""
+"""verifiers from 0.4 on: rewards equal its own runner's, and two tasksets are evaluated and trained on."""
 
 from pathlib import Path
 

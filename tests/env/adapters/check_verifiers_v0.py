@@ -1,4 +1,4 @@
-"""verifiers up to 0.3: rewards equal those of its own runner, and three environments are evaluated and trained on."""
+"""verifiers up to 0.3: rewards equal its own runner's, and three environments are evaluated and trained on."""
 
 from pathlib import Path
 

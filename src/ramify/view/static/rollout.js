@@ -237,7 +237,7 @@ function drawMessage(run, rollout, trace, node, tree, selected, select) {
   );
 }
 
-// A long message is shown from its beginning; the rest is fetched in parts and shown as plain text. Positions are those of
+// A long message is shown from its beginning; the rest is fetched in parts and shown as plain text. Positions come from
 // the server, which counts code points: a character of a JavaScript string may be half of one.
 function moreButton(run, rollout, trace, node, container) {
   let shown = node.shown;

@@ -9,7 +9,7 @@ const NODES_PER_REQUEST = 12, NODES_OF_FIRST_REQUEST = 3;
 const TOKENS_PER_PART = 4000; // of a message that are shown at once; a button shows more
 const MEASURE_NAMES = { reward_change: "reward change at forks", advantage: "advantage", logprob: "logprob", entropy: "entropy", reference_kl: "KL to teacher or reference", mismatch: "mismatch of trainer and sampler", version: "policy version", weight: "loss weight" };
 
-// The tooltip is that of the token under the pointer; else that of the selected one, which a click and the arrow keys choose.
+// The tooltip describes the token under the pointer, or else the selected one, which a click and the arrow keys choose.
 export class TokenPane {
   constructor(run, rollout, trace, nodes, measure, onMeasure, selectMessage) {
     this.request = { run, id: rollout.id, trace };
