@@ -50,7 +50,7 @@ def _print_summary(points: Sequence[MetricPoint]) -> None:
     values: dict[str, list[float]] = {}
     for point in points:  # sorted by step
         values.setdefault(point.name, []).append(point.value)
-    table = Table("name", "points", "first", "last", "min", "max", "curve", sandbox=None, padding=(0, 2, 0, 0))
+    table = Table("name", "points", "first", "last", "min", "max", "curve", box=None, padding=(0, 2, 0, 0))
     for name, numbers in sorted(values.items()):
         finite = [number for number in numbers if math.isfinite(number)] or [math.nan]
         extremes = (numbers[0], numbers[-1], min(finite), max(finite))

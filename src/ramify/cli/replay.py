@@ -16,7 +16,7 @@ from ramify.rollout.evals.replay import RescoredRollout, load_environment, resco
 def run(options: Namespace) -> int:
     """Rescore an eval's rollouts and print the old and the new rewards."""
     rollouts = asyncio.run(_rescore(options.run))
-    table = Table("rollout", "old reward", "new reward", "", sandbox=None, padding=(0, 2, 0, 0))
+    table = Table("rollout", "old reward", "new reward", "", box=None, padding=(0, 2, 0, 0))
     for rollout in rollouts:
         old, new = rollout.old_reward, rollout.new_reward
         if options.all or old != new or rollout.failure:

@@ -103,7 +103,7 @@ def _print_state(state: RunState) -> None:
     if status.dropped:
         console.print(Text(f"dropped groups: {status.dropped}"), soft_wrap=True)
     if status.waits:
-        table = Table("component", "waiting for", "seconds", "timeout", "detail", sandbox=None, padding=(0, 2, 0, 0))
+        table = Table("component", "waiting for", "seconds", "timeout", "detail", box=None, padding=(0, 2, 0, 0))
         for wait in sorted(status.waits, key=lambda wait: -wait.since_s):
             timeout = "" if wait.deadline_s is None else f"{wait.deadline_s:.1f}"
             table.add_row(Text(wait.who), Text(wait.waits_for), f"{wait.since_s:.1f}", timeout, Text(wait.detail))
@@ -117,7 +117,7 @@ def _print_state(state: RunState) -> None:
 def _print_processes(processes: Sequence[ProcessStatus]) -> None:
     """Print the state of each process, and its node if some of them are on other nodes than the head."""
     has_nodes = any(process.node for process in processes)
-    table = Table("process", *(["node"] if has_nodes else []), "state", "restarts", sandbox=None, padding=(0, 2, 0, 0))
+    table = Table("process", *(["node"] if has_nodes else []), "state", "restarts", box=None, padding=(0, 2, 0, 0))
     for process in processes:
         state = "its node does not answer" if process.node and process.state == "silent" else process.state
         nodes = [process.node or "head"] if has_nodes else []

@@ -28,7 +28,7 @@ def build_report(rows: Sequence[RolloutRecord], *, pass_threshold: float) -> Ren
     has_step = not rows_by_source.keys() <= {row.source for row in rows}
     source_column = ["source"] if len(rows_by_source) > 1 or has_step else []
     columns = [*source_column, "score", "mean", "95 % interval", "tasks"]
-    scores = Table(*columns, title_justify="left", sandbox=None, padding=(0, 2, 0, 0))
+    scores = Table(*columns, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for source, source_rows in rows_by_source.items():
         for name, estimate in compute_scores(source_rows, pass_threshold=pass_threshold):
             cells = [name, f"{estimate.mean:.3f}", _format_interval(estimate), str(estimate.num_tasks)]
