@@ -76,7 +76,8 @@ class OptimizerPair:
             if self.is_quantized and name.endswith(("exp_avg", "exp_avg_sq")):
                 self._check_quantized(actual[name], value, name)
             else:
-                assert (actual[name] - value).norm() <= TOLERANCE * value.norm(), name
+                tolerance = 10 * TOLERANCE if self.is_quantized else TOLERANCE  # another code is another update
+                assert (actual[name] - value).norm() <= tolerance * value.norm(), name
         for name, parameter in self.module.named_parameters():
             assert torch.equal(parameter, round_to_bfloat16(actual[name])), name
 
