@@ -349,8 +349,8 @@ class CudaModelRunner(ModelRunner):
 
     def _capture(self, num_rows: int, num_logits: int) -> CapturedGraph:
         """Capture a step; nothing is computed."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # torch's default is shared by all threads
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"):
             logits = self._forward_and_sample(num_rows, num_logits)
         return CapturedGraph(graph, logits)
 

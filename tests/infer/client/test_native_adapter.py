@@ -12,6 +12,7 @@ from ramify.infer.client.http_client import send_request
 from ramify.trace.version import PolicyVersion
 from tests.support.models import build_core, publish_as, write_llama
 from tests.support.native_server import run_server
+from tests.support.processes import async_wait_until
 
 FIRST, SECOND = PolicyVersion("llama", 0, 1), PolicyVersion("llama", 0, 2)
 PROMPT = [5, 17, 33, 60, 8, 91]
@@ -90,8 +91,7 @@ async def test_cancelled_calls_free_the_cache_of_the_engine(client, servers):
     calls = [
         asyncio.create_task(client.generate(PROMPT, ClientSampling(max_tokens=900, ignore_eos=True))) for _ in range(8)
     ]
-    while sum(len(engine.core.scheduler.running) for _, engine in servers) < 8:
-        await asyncio.sleep(0.005)
+    await async_wait_until(lambda: sum(len(engine.core.scheduler.running) for _, engine in servers) == 8)
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
