@@ -95,7 +95,7 @@ def test_help_begins_with_what_people_set_and_is_short(ended):
     keys = [line.split()[0] for line in lines if line.startswith("  --") and "." in line.split()[0]]
     assert keys[:2] == ["--model.name", "--train.0.taskset"] and "--trainer.optim.lr" in keys
     assert len(lines) < 100
-    assert "Keys:\n\n  --model.name TEXT" in ended["serve --help"][1]
+    assert "whole run:\n\n  --model.name TEXT" in ended["serve --help"][1]
 
 
 def test_help_of_a_section_has_the_keys_of_the_sources(ended):
@@ -107,7 +107,7 @@ def test_help_of_a_section_has_the_keys_of_the_sources(ended):
 
 @pytest.mark.parametrize("command", ["serve", "trainer", "env-server"])
 def test_help_describes_the_accepted_files(ended, command):
-    assert "of a whole run (as for `ramify rl`)" in ended[f"{command} --help"][1]
+    assert "of a whole run, as for `ramify rl`" in ended[f"{command} --help"][1]
 
 
 @pytest.mark.parametrize("name", DRY_RUNS)

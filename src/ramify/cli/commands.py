@@ -100,14 +100,17 @@ def switch(name: str, help: str) -> Option:
 
 RUN = option("run", metavar="RUN", help="run directory, or name of a run in ./outputs")
 RUN_CONFIG = "ramify.orchestrate.config:RunConfig"
+FILE = {"FILE": "the configuration, in TOML; flags override its keys"}
 FRESH = {"--fresh": "start over; the old run directory is renamed"}
-ACCEPT_CHANGES = {"--accept-changes": "resume although an environment has changed; the change is recorded"}
-TASKSET_ID = {"ID": "a taskset: a built-in name, an entry point, an import path, or a .py file"}
-PART_OF_RUN = "a config file of this command, or of a whole run (as for `ramify rl`), from which it takes its part"
+ACCEPT_CHANGES = {
+    "--accept-changes": "resume even though an environment's code or tasks have changed; the change is recorded"
+}
+TASKSET_ID = {"ID": "the taskset: a built-in name, an entry point, an import path, or a .py file"}
+PART_OF_RUN = "the configuration, in TOML, of this command or of a whole run, as for `ramify rl`; of a run it uses"
 
 COMMANDS: dict[str, CliCommand] = {
     "rl": ConfigCommand(
-        "train a model with RL: starts and supervises all processes; rerun to resume",
+        "train a model with RL: start and supervise all processes; rerun to resume",
         "ramify.cli.rl:run",
         config=RUN_CONFIG,
         usage=(
@@ -115,20 +118,21 @@ COMMANDS: dict[str, CliCommand] = {
             "ID [-m MODEL] [--taskset.KEY VALUE] [--key value]",
         ),
         arguments={
-            "ID": "a taskset to train on, with default settings; evaluated on its eval split",
-            "--cluster ray": "run on the nodes of a Ray cluster, as `[cluster]` says or, without it, on what it has",
+            **FILE,
+            "ID": "a taskset to train on instead, with default settings; it is evaluated on its eval split",
+            "--cluster ray": "run on the nodes of a Ray cluster: on all of it, unless `[cluster]` says otherwise",
         },
         flags={
             **FRESH,
             **ACCEPT_CHANGES,
             "--dry-run": "check the configuration, print the plan, and exit",
-            "--assume-gpus 8x80": "with --dry-run: plan for eight GPUs of 80 GiB each, which need not be here",
-            "--view": "show the run on a local page while it runs, as `ramify view` does; its address is printed",
+            "--assume-gpus 8x80": "with --dry-run: plan for eight GPUs with 80 GiB each instead of this machine's",
+            "--view": "also serve `ramify view` of the run, and print the address",
         },
         notes="""Rerun the same command to resume the run. Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and stop; a
 second Ctrl-C stops at once. Exit codes: 0 finished, 1 failure, 2 invalid configuration, 75 stopped, 130 interrupted.
 
-Keys, first those that most runs set:""",
+Keys, the most used first:""",
         expand="ramify.cli.arguments:expand_run",
     ),
     "eval": ConfigCommand(
@@ -140,14 +144,15 @@ Keys, first those that most runs set:""",
         ),
         arguments={
             **TASKSET_ID,
-            "--taskset.KEY VALUE": "a key of the taskset itself; likewise --harness.KEY and --runtime.KEY",
+            **FILE,
+            "--taskset.KEY VALUE": "an option of the taskset; likewise --harness.KEY and --runtime.KEY",
             "--workers N": "run the rollouts in N worker processes instead of this process",
         },
         flags={
             **FRESH,
             **ACCEPT_CHANGES,
             "--show-traces": "print the trace of every rollout at the end",
-            "--keep-workdirs": "do not delete work directories",
+            "--keep-workdirs": "keep the work directories of the rollouts, and print where they are",
             "--dry-run": "check the configuration and exit",
         },
         notes="Rerun the same command to resume the run. Keys:",
@@ -156,7 +161,7 @@ Keys, first those that most runs set:""",
         reports_crashes=True,
     ),
     "view": CliCommand(
-        "show runs, rollouts and token trees on a local page",
+        "browse runs, rollouts and token trees in a web page, served locally",
         "ramify.cli.view:run",
         (
             option(
@@ -164,32 +169,34 @@ Keys, first those that most runs set:""",
                 metavar="OUTPUTS",
                 nargs="?",
                 default=DEFAULT_FOLDER,
-                help=f"folder of runs, or one run ({DEFAULT_FOLDER})",
+                help=f"directory of runs, or one run directory (default: {DEFAULT_FOLDER})",
             ),
-            option("--port", type=int, default=7420, help="port (7420); 0 takes a free one"),
+            option("--port", type=int, default=7420, help="port to listen on (default: 7420); 0 picks a free one"),
             option(
-                "--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need the printed token"
+                "--host",
+                default="127.0.0.1",
+                help="address to listen on (default: 127.0.0.1); any other requires the printed token",
             ),
             option(
                 "--allow-host",
                 action="append",
                 default=[],
                 metavar="NAME",
-                help="host name under which a proxy serves the page; readers need the printed token",
+                help="host name under which a proxy serves the page; requires the printed token; repeatable",
             ),
-            option("--export", metavar="FILE", help="write the run OUTPUTS as one HTML file, and exit"),
+            option("--export", metavar="FILE", help="write the run as one HTML file, and exit"),
             option(
                 "--rollout",
                 action="append",
                 default=[],
                 metavar="ID",
-                help="rollout in the file (default: the worst and the best)",
+                help="with --export: a rollout to include; repeatable (default: the worst and the best)",
             ),
             switch("--open", "open the page in a browser"),
         ),
     ),
     "why": CliCommand(
-        "show what a run is waiting for, or how it ended; --audit checks its files",
+        "explain what a run is waiting for, or how it ended; --audit checks its files",
         "ramify.cli.why:run",
         (
             RUN,
@@ -206,7 +213,7 @@ Keys, first those that most runs set:""",
         (
             RUN,
             option("--name", metavar="GLOB", help="print the points of metrics matching GLOB, such as 'eval/*/avg'"),
-            switch("--all", "print all points instead of a summary"),
+            switch("--all", "print every point instead of a summary"),
             switch("--json", "print the points as a list of {step, name, value}"),
         ),
     ),
@@ -220,7 +227,7 @@ Keys, first those that most runs set:""",
                 "--name",
                 action="append",
                 metavar="GLOB",
-                help=f"metrics to plot (default: {' and '.join(DEFAULT_METRICS)})",
+                help=f"metrics to plot; repeatable (default: {' and '.join(DEFAULT_METRICS)})",
             ),
         ),
     ),
@@ -229,18 +236,29 @@ Keys, first those that most runs set:""",
         "ramify.cli.show:run",
         (
             RUN,
-            option("rollout", metavar="ROLLOUT", nargs="?", help="rollout id or unique prefix; omit to list rollouts"),
-            option("--limit", type=int, default=20, metavar="N", help="rollouts per page (20); 0 lists all"),
-            option("--page", type=int, default=1, metavar="N", help="page to list (1)"),
+            option(
+                "rollout",
+                metavar="ROLLOUT",
+                nargs="?",
+                help="rollout id or a unique prefix; without it, rollouts are listed",
+            ),
+            option("--limit", type=int, default=20, metavar="N", help="rollouts per page (default: 20); 0 lists all"),
+            option("--page", type=int, default=1, metavar="N", help="page to list (default: 1)"),
             option("--source", metavar="NAME", help="only rollouts of this source, such as eval/held-out"),
-            switch("--failed", "only rollouts with a failure of the system or of the policy"),
+            switch("--failed", "only rollouts that failed, because of the system or the policy"),
             OneOf((switch("--worst", "lowest rewards first"), switch("--best", "highest rewards first"))),
-            switch("--full", "show long messages of a rollout untruncated"),
+            switch("--full", "do not truncate long messages of a rollout"),
             switch(
                 "--tokens",
-                "print the tokens of ROLLOUT; without ROLLOUT, check that trained tokens were sampled",
+                "print the tokens of ROLLOUT; without ROLLOUT, check that every trained token was sampled",
             ),
-            option("--pass-threshold", type=float, default=1.0, help="minimum reward of a passing rollout"),
+            option(
+                "--pass-threshold",
+                type=float,
+                default=1.0,
+                metavar="REWARD",
+                help="minimum reward of a rollout that passes, for pass@k (default: 1.0)",
+            ),
         ),
     ),
     "replay": CliCommand(
@@ -256,8 +274,8 @@ Keys, first those that most runs set:""",
             OneOf(
                 (
                     option("--to", choices=("jsonl", "parquet"), help="export the traces in this format"),
-                    option("--model", metavar="DIR", help="export a model directory, which transformers and vLLM load"),
-                    switch("--adapter", "export the adapter of a LoRA run for peft"),
+                    option("--model", metavar="DIR", help="write a model directory for transformers and vLLM"),
+                    switch("--adapter", "write the adapter of a LoRA run, for peft"),
                 ),
                 required=True,
             ),
@@ -265,8 +283,8 @@ Keys, first those that most runs set:""",
                 "--step",
                 metavar="N|best:METRIC",
                 default="",
-                help="step of --model: a number, or the one with the highest METRIC (lowest, if it is a loss) of those "
-                "that still have weights or a checkpoint (default: the last)",
+                help="with --model: the step to export, or the step with the highest METRIC (lowest for a loss) among "
+                "the steps whose weights still exist (default: the last)",
             ),
             option(
                 "-o", dest="file", metavar="PATH", help="output path (default: export.FORMAT or adapter-STEP in RUN)"
@@ -274,11 +292,11 @@ Keys, first those that most runs set:""",
         ),
     ),
     "rollback": CliCommand(
-        "resume a run from an older checkpoint, if its newest is damaged",
+        "roll a run back to an older checkpoint, if its newest is damaged",
         "ramify.cli.rollback:run",
         (
             option("run", metavar="RUN", help=f"{RUN.settings['help']}; it must not be running"),
-            option("step", metavar="STEP", type=int, help="step of the checkpoint to resume from"),
+            option("step", metavar="STEP", type=int, help="step of the checkpoint to roll back to"),
         ),
     ),
     "validate": ConfigCommand(
@@ -288,11 +306,12 @@ Keys, first those that most runs set:""",
         usage=("ID [-n TASKS] [-c CONCURRENCY] [@ FILE] [--key value]",),
         arguments={
             **TASKSET_ID,
-            "--taskset.KEY VALUE": "a key of the taskset itself; likewise --runtime.KEY",
+            **FILE,
+            "--taskset.KEY VALUE": "an option of the taskset; likewise --runtime.KEY",
         },
-        notes="""A task is valid if its gold replies have a reward above 0. Without gold replies the rewards run on an
-empty reply, and the task is checked in part. The tasks that failed are printed, and a count. Exit code 0 if no task
-failed, 1 if one did or there is no reward at all, 2 if the taskset cannot be loaded. Keys:""",
+        notes="""A task is valid if its gold replies earn a reward above 0. Without gold replies, the rewards run on an
+empty reply, which only shows that they run. Prints the tasks that failed, and counts. Exit codes: 0 no task failed, 1 a
+task failed or the taskset has no reward, 2 the taskset cannot be loaded. Keys:""",
         short_flags=SOURCE_SHORT_FLAGS,
         expand="ramify.cli.arguments:expand_taskset_id",
     ),
@@ -300,7 +319,7 @@ failed, 1 if one did or there is no reward at all, 2 if the taskset cannot be lo
         "create a taskset package from a working template",
         "ramify.cli.init:run",
         (
-            option("name", metavar="NAME", help="id of the taskset, such as letter-count"),
+            option("name", metavar="NAME", help="name of the new taskset, such as letter-count"),
             option("-o", dest="directory", metavar="DIR", help="directory to write (default: ./NAME)"),
         ),
     ),
@@ -310,6 +329,7 @@ failed, 1 if one did or there is no reward at all, 2 if the taskset cannot be lo
         config="ramify.train.sft.config:SftConfig",
         usage=("[@ FILE] [-m MODEL] [-d DATA] [-o OUTPUTS] [--key value]",),
         arguments={
+            **FILE,
             "-d DATA": "conversations: a jsonl, parquet, arrow, csv or json file, a directory of them, or a cached "
             "dataset's id",
         },
@@ -319,31 +339,32 @@ failed, 1 if one did or there is no reward at all, 2 if the taskset cannot be lo
         short_flags={"-m": "--model.name", "-o": "--output", "-d": "--data.path"},
     ),
     "orchestrator": ConfigCommand(
-        "run only the orchestrator, plus env servers as needed",
+        "run only the orchestrator, with an env server for each source that has no address",
         "ramify.cli.orchestrator:run",
         config=RUN_CONFIG,
         usage=("@ FILE [-b URL] [-m MODEL] [-o OUTPUTS] [--key value]",),
         arguments={
-            "FILE": "the config file of a whole run, as for `ramify rl`",
-            "-b URL": "addresses of running inference servers; replaces the run's `inference`",
+            "FILE": "the configuration of a whole run, as for `ramify rl`",
+            "-b URL": "address of running inference servers, instead of the run's `[inference]`",
         },
         flags={"--dry-run": "check the configuration, print what would be started, and exit", **ACCEPT_CHANGES},
         notes="""An env server is started for every source without an `address`, and ends with this command. The trainer
-connects to `orchestrator.address`. Rerun the same command to resume the run. Keys:""",
+connects to `orchestrator.address`. Rerun the same command to resume the run. Keys, the most used first:""",
     ),
     "trainer": ConfigCommand(
         "run only the trainer, on batches from an orchestrator or a recording",
         "ramify.cli.trainer:run",
         config="ramify.train.process_config:TrainerProcessConfig",
         usage=("[@ FILE] [-m MODEL] [--address tcp://HOST:PORT] [-o OUTPUTS] [--key value]",),
-        arguments={"FILE": f"{PART_OF_RUN}; flags are always the keys below"},
+        arguments={"FILE": f"{PART_OF_RUN} the trainer's part"},
         flags={
             "--record DIR": "write every received batch to DIR",
-            "--replay DIR": "train on recorded batches; writes no checkpoints and no weights",
-            "--flat": "with --replay: each branch is a flat sequence (no prefix sharing)",
+            "--replay DIR": "train on the batches recorded in DIR, without writing checkpoints or weights",
+            "--flat": "with --replay: train each branch as a sequence of its own, without prefix sharing",
             "--dry-run": "check the configuration and exit",
         },
-        notes="On several GPUs: torchrun --nproc-per-node N -m ramify trainer ... Keys:",
+        notes="""On several GPUs: torchrun --nproc-per-node N -m ramify trainer ... Keys, also if FILE describes a
+whole run:""",
         extract="ramify.cli.run_parts:extract_trainer",
     ),
     "serve": ConfigCommand(
@@ -352,34 +373,32 @@ connects to `orchestrator.address`. Rerun the same command to resume the run. Ke
         config="ramify.infer.config:ServeConfig",
         usage=("[@ FILE] [-m MODEL] [--server.host HOST] [--server.port PORT] [--key value]",),
         arguments={
-            "FILE": f"{PART_OF_RUN}: model and engine, at `base_url` if it names one server; flags are always the keys "
-            "below",
+            "FILE": f"{PART_OF_RUN} model and engine, at `inference.base_url` if that is one server",
         },
         flags={"--dry-run": "print what would be served and where, then exit"},
-        notes="Keys:",
+        notes="Keys, also if FILE describes a whole run:",
         extract="ramify.cli.run_parts:extract_server",
     ),
     "env-server": ConfigCommand(
-        "serve one source: rollouts in worker processes",
+        "run the rollouts of one source in worker processes, for an orchestrator",
         "ramify.cli.env_server:run",
         config="ramify.rollout.envserver.config:EnvServerConfig",
         usage=("@ FILE [--source train/NAME] [-m MODEL] [-b URL] [-o RUN] [--key value]",),
         arguments={
-            "FILE": f"{PART_OF_RUN}: one source, at its `address` or the port given by `launch.base_port`; flags are "
-            "always the keys below",
-            "--source": "the source to serve, if there are several",
-            "-b URL": "address of a running inference server, if the file names none",
+            "FILE": f"{PART_OF_RUN} one source, at its `address` or at `launch.base_port`",
+            "--source": "the source to serve, if the file has several",
+            "-b URL": "address of running inference servers, if the file names none",
         },
         flags={"--dry-run": "print what would be served and where, then exit"},
-        notes="Keys:",
+        notes="Keys, also if FILE describes a whole run:",
         extract="ramify.cli.run_parts:extract_env_server",
     ),
     "slurm": ConfigCommand(
-        "write (--submit: submit) a batch script that runs rl on nodes of Slurm",
+        "write a Slurm batch script that runs rl on several nodes; --submit submits it",
         "ramify.cli.cluster_jobs:write_slurm_script",
         config=RUN_CONFIG,
         usage=("@ FILE [--submit] [--key value]",),
-        flags={"--submit": "submit the script with sbatch; otherwise it is only written"},
+        flags={"--submit": "also submit the script, with sbatch"},
         notes="""The script is `job.sh` in RUN.slurm, beside the run directory. It allocates `cluster.num_nodes` nodes,
 each with the cores, GPUs and memory of `[cluster.node]`, starts Ray on them, and runs `ramify rl` with the arguments of
 this command. FILE, the working directory and this installation must be on all nodes. The job is requeued until the run
@@ -389,12 +408,12 @@ Keys, the same as for `ramify rl`:""",
         expand="ramify.cli.arguments:expand_cluster_run",
     ),
     "k8s": ConfigCommand(
-        "print a manifest that runs rl on Kubernetes, as a RayJob",
+        "print a Kubernetes manifest (a RayJob) that runs rl on several nodes",
         "ramify.cli.cluster_jobs:print_manifest",
         config=RUN_CONFIG,
         usage=("@ FILE [--key value] > job.yaml; kubectl apply -f job.yaml",),
         notes="""Prints a ConfigMap with the resolved configuration, and a RayJob, for a Kubernetes cluster with the
-operator KubeRay. Each of the `cluster.num_nodes` nodes is a pod with what `[cluster.node]` says;
+operator KubeRay. Each of the `cluster.num_nodes` nodes is a pod with the resources of `[cluster.node]`;
 `[cluster.kubernetes]` names the image and the volume. The image needs `ray[default]`, because
 KubeRay submits the job through Ray's dashboard.
 
@@ -402,13 +421,13 @@ Keys, the same as for `ramify rl`:""",
         expand="ramify.cli.arguments:expand_cluster_run",
     ),
     "env": CliCommand(
-        "install an environment for sources that need other packages, or list them",
+        "install packages that a source needs into an environment of their own, or list these",
         "ramify.cli.env:run",
         (
-            option("action", choices=("install", "list"), help="make an environment, or list those that exist"),
-            option("name", metavar="NAME", nargs="?", help="its name, which `python` of a source may give"),
-            option("packages", metavar="PACKAGE", nargs="*", help="what pip installs there besides Ramify"),
-            option("--python", help="the Python to make it with, 3.11 or newer (default: this one)"),
+            option("action", choices=("install", "list"), help="make an environment, or list the existing ones"),
+            option("name", metavar="NAME", nargs="?", help="name of the environment, for the key `python` of a source"),
+            option("packages", metavar="PACKAGE", nargs="*", help="packages that pip installs there, besides Ramify"),
+            option("--python", help="interpreter to make it with, 3.11 or newer (default: this one)"),
         ),
     ),
     "model": CliCommand(
@@ -431,14 +450,14 @@ Keys, the same as for `ramify rl`:""",
         ),
     ),
     "runtime": CliCommand(
-        "list what runtimes enforce here, or clean up what earlier runs left",
+        "list what each runtime can enforce on this machine, or clean up after killed runs",
         "ramify.cli.runtime:run",
         (
             option(
                 "action",
                 choices=("list", "clean"),
-                help="list: show what each runtime enforces here; clean: kill and remove what ended processes left "
-                "behind",
+                help="list: show what each runtime can enforce on this machine; clean: kill and remove what ended "
+                "processes left behind",
             ),
             option("id", nargs="*", metavar="ID", help="ids of runtimes (default: all built-in ones)"),
         ),

@@ -9,7 +9,7 @@ from ramify.model.render.config import RendererConfig, TemplateRendererConfig
 
 
 class ModelConfig(Config):
-    """The model to serve."""
+    """A model by name."""
 
     name: str = "tiny"
     """A packaged model, a directory, or a Hugging Face id, which is downloaded if it is not in the local cache."""
@@ -19,8 +19,11 @@ class EngineConfig(Config):
     """The native engine. The defaults fit a laptop; a GPU takes a larger `max_num_batched_tokens`."""
 
     engine: Literal["native"] = "native"
+    """The inference engine: `native` or `vllm`; a run may also use running servers (`external`)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the computation. `auto` is the checkpoint's, or float32 on a CPU without bfloat16."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for matrix products and attention; None leaves the choice to torch."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -41,6 +44,7 @@ class EngineConfig(Config):
     image_cache_mib: int = Field(default=1024, ge=1)
     """MiB of uploaded images that are kept, and of their features, for a vision-language model."""
     prefix_cache: bool = True
+    """Reuse the keys and values of prompts that begin alike."""
     share_prefixes: bool = True
     """On a GPU, read the keys and values that several requests have in common once per step for all of them."""
     state_snapshots: int | None = Field(default=None, ge=0)
@@ -52,9 +56,9 @@ class EngineConfig(Config):
     """Run Llama-like models with fused operators, after checking them against the model's own code. On a CPU some of
     them are compiled at the start if there is a C compiler."""
     weights_url: str | None = None
-    """Where to fetch published weights whose directory is not on this node; a run sets it from its `weights.url`."""
+    """Object store to fetch published weights from if their directory is not on this node. A run sets it."""
     copy_from_trainer: bool = True
-    """Copy weights that a trainer announces from its memory. A run turns it off for engines on other GPUs."""
+    """Copy new weights from the trainer's GPU memory. A run turns it off for engines on other GPUs."""
 
     @property
     def num_state_snapshots(self) -> int:
@@ -86,7 +90,7 @@ class VLLMConfig(Config):
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs of each engine, over which its weights are split."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, lt=1)
-    """Fraction of a GPU's memory that vLLM takes in total."""
+    """Fraction of a GPU's memory that vLLM may use, weights and KV cache together."""
     cpu_kv_cache_gib: int = Field(default=1, ge=1)
     """Size of the KV cache in GiB if vLLM runs on a CPU."""
     prefix_cache: bool = True
@@ -97,13 +101,13 @@ class VLLMConfig(Config):
     extra_env: dict[str, str] = {}
     """Additional environment variables."""
     log_file: str = "vllm.log"
-    """The file for its output."""
+    """File for the output of vLLM."""
     startup_timeout: float = Field(default=600.0, gt=0)
-    """Seconds within which it must be ready."""
+    """Seconds until vLLM must be ready."""
 
 
 class ExternalConfig(Config):
-    """Servers that run already, of either engine. Ramify uses them and updates their weights, but never stops them."""
+    """Running servers, native or vLLM. Ramify uses them and updates their weights, but never stops them."""
 
     engine: Literal["external"] = "external"
     base_url: list[str] = Field(min_length=1)
@@ -161,8 +165,9 @@ class ServerConfig(Config):
     """The HTTP server."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; `0.0.0.0` accepts other machines too."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """0 lets the operating system choose; the address is printed."""
+    """Port to listen on. 0 picks a free one; the address is printed."""
     model_name: str | None = None
     """The name of the model for clients; `model.name` by default."""
     allowed_hosts: list[str] = []
@@ -189,8 +194,10 @@ class ServeConfig(Config):
     )
 
     model: ModelConfig = ModelConfig()
+    """The model to serve (-m)."""
     renderer: RendererConfig = TemplateRendererConfig()
     inference: ManagedInferenceConfig = EngineConfig()
+    """The engine that serves it: native or vLLM."""
     server: ServerConfig = ServerConfig()
 
     @model_validator(mode="before")

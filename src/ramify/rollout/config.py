@@ -12,21 +12,21 @@ S = TypeVar("S", bound="SourceConfig")
 
 
 class TimeoutsConfig(Config):
-    """Seconds for each phase except the agent's own, whose limit is `harness.timeout`."""
+    """Time limits of the phases of a rollout; `harness.timeout` limits the agent itself."""
 
     load: float = Field(default=300.0, gt=0)
-    """For the taskset's `load` to return the requested tasks."""
+    """Seconds for the taskset's `load` to return the requested tasks."""
     boot: float = Field(default=120.0, gt=0)
-    """For the runtime to start."""
+    """Seconds for the runtime to start."""
     setup: float = Field(default=120.0, gt=0)
-    """For the hooks `setup`, `tools` and `user`."""
+    """Seconds for the hooks `setup`, `tools` and `user`."""
     finalize: float = Field(default=120.0, gt=0)
-    """For the hook `finalize`."""
+    """Seconds for the hook `finalize`."""
     scoring: float = Field(default=300.0, gt=0)
-    """For all rewards and metrics together; `task.scoring_timeout` replaces it."""
+    """Seconds for all rewards and metrics together; `task.scoring_timeout` replaces it."""
     engine_stall: float = Field(default=600.0, gt=0)
-    """For all waits of one rollout for an engine that makes no progress. These waits do not count towards
-    `harness.timeout`; a rollout that waits longer fails with ProviderError."""
+    """Seconds that one rollout may wait in total for an engine that makes no progress, before it fails with
+    ProviderError. These waits do not count towards `harness.timeout`."""
 
 
 class SourceConfig(Config):
@@ -35,7 +35,7 @@ class SourceConfig(Config):
     misplaced_keys: ClassVar = {"num_tasks": "taskset.num_tasks", "split": "taskset.split"}
 
     name: str = ""
-    """The name of the source in traces; by default the taskset's id."""
+    """Name of the source, unique in the run; by default the taskset's id."""
     taskset: dict[str, Any]
     """The taskset's `id` and its options."""
     harness: dict[str, Any] = {"id": "chat"}
@@ -43,22 +43,22 @@ class SourceConfig(Config):
     runtime: dict[str, Any] = {"id": "local"}
     """The runtime's `id` and its options."""
     python: str | None = None
-    """The interpreter in which the environment runs: a path, or the name of an environment of `ramify env install`.
-    Default: this one."""
+    """The interpreter in which the environment runs: a path, or the name of an environment
+    made by `ramify env install`. Default: this one."""
     sampling: SamplingConfig = SamplingConfig()
     max_turns: int | None = Field(default=None, ge=1)
-    """Most model calls of one rollout."""
+    """Maximum model calls of one rollout."""
     max_input_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of one rollout that were not sampled."""
+    """Maximum tokens of one rollout that were not sampled, such as prompts and tool results."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    """Most sampled tokens of one rollout."""
+    """Maximum sampled tokens of one rollout."""
     max_total_tokens: int | None = Field(default=None, ge=1)
-    """Most input and output tokens of one rollout together."""
+    """Maximum input and output tokens of one rollout together."""
     seq_len: int | None = Field(default=None, ge=1)
-    """Most tokens on a path from the root of a trace to a leaf."""
+    """Maximum tokens of one conversation: a path from the root of a trace to a leaf."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     max_tries: int = Field(default=3, ge=1)
-    """Maximum tries per rollout; after the last one a system failure is its result."""
+    """Maximum tries of a rollout that fails because of the system, not the agent."""
     model_retries: int = Field(default=5, ge=0)
     """How often a model call is sent again after a transient failure."""
 

@@ -16,12 +16,13 @@ class ScheduleConfig(Config):
     """The learning rate over the steps, as a fraction of `optim.lr`."""
 
     type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape of the decay; `wsd` is constant until the last steps (warmup, stable, decay)."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Decay steps. None: all steps after the warmup; for `wsd` the last 20 % of all steps."""
+    """Steps of the decay. None: all steps after the warmup; for `wsd` the last 20 % of all steps."""
     min_lr_factor: float = Field(default=0.0, ge=0, le=1)
-    """The fraction at the end of the decay."""
+    """The learning rate after the decay, as a fraction of `optim.lr`."""
 
     @model_validator(mode="after")
     def _decay_keys_require_decaying_schedule(self) -> "ScheduleConfig":
@@ -38,11 +39,13 @@ class OptimConfig(Config):
     lr: float = Field(default=1e-5, gt=0)
     """The learning rate; the schedule scales it."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's decay rates of the two moments."""
     eps: float = Field(default=1e-8, gt=0)
+    """AdamW's term for numerical stability."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Of matrices; norms and biases do not decay."""
+    """Weight decay of matrices; norms and biases have none."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Of `muon`."""
+    """Muon's momentum."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are clipped to this norm; None disables clipping."""
     moments: Literal["auto", "float32", "8bit"] = "auto"
@@ -58,7 +61,7 @@ class OptimConfig(Config):
 
 
 class LossConfig(Config):
-    """The loss of the `rl` component."""
+    """The policy-gradient loss."""
 
     id: str = "dppo"
     """dppo, ppo, cispo, gspo, icepop, tis, or a function: `package.module.function` or `file.py:function`."""
@@ -98,7 +101,7 @@ class LoraConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """When a run is saved, so that it can be resumed."""
+    """When checkpoints are saved, and how many are kept."""
 
     interval: int = Field(default=50, ge=1)
     """Steps between two checkpoints."""
@@ -107,15 +110,16 @@ class CheckpointConfig(Config):
 
 
 class TrainerConfig(Config):
-    """How a step is computed."""
+    """How the trainer computes a step."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the computation; master weights are always float32. `auto` is bfloat16 on a GPU, float32 on a CPU."""
+    """Precision of the computation; master weights are always float32. `auto`: bfloat16 on a GPU, float32 on a CPU."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None is torch's default."""
     pack_tokens: int = Field(default=16384, ge=128, multiple_of=128)
-    """Tokens of one forward and backward pass; larger trees are split."""
+    """Tokens per forward and backward pass; larger trees are split."""
     compile: bool | None = None
     """Compile the layers; None compiles on a GPU."""
     activation_checkpointing: bool = False

@@ -13,7 +13,7 @@ from ramify.train.weights_directory import get_weights_directory
 
 
 class WeightsConfig(Config):
-    """How published weights reach the engines."""
+    """How engines get new weights from the trainer."""
 
     transport: Literal["auto", "disk", "shm", "ipc", "ipc+disk", "ipc+shm"] = "auto"
     """`disk`: directories below the run or its shared directory, for engines that reach this file system. `shm`:
@@ -65,9 +65,9 @@ class TrainerProcessConfig(Config):
     """The run's directory on storage that all nodes reach, for checkpoints, weights and images. Default: `output` and
     `name`."""
     address: TcpAddress | None = None
-    """Of the orchestrator: tcp://HOST:PORT."""
+    """Address of the orchestrator, tcp://HOST:PORT."""
     secret_env: str = "RAMIFY_SECRET"
-    """The environment variable with the secret of an address that other machines can reach."""
+    """Environment variable with the shared secret, required if other machines can reach the address."""
     orchestrator_timeout: float = Field(default=3600.0, gt=0)
     """Seconds to wait for a batch, or for an orchestrator that does not answer, before the trainer fails."""
     model: ModelConfig = ModelConfig()

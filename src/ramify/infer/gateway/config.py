@@ -15,15 +15,17 @@ class SamplingConfig(Config):
     """Sampling parameters. In training only these apply; otherwise the client's parameters override them."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy."""
+    """0 always takes the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the most likely tokens with this total probability. 1 disables it."""
     top_k: int = Field(default=0, ge=0)
-    """0 disables it."""
+    """Sample from this many most likely tokens. 0 disables it."""
     min_p: float = Field(default=0.0, ge=0, le=1)
+    """Leave out tokens less likely than this fraction of the most likely one. 0 disables it."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of one reply; by default, what the model's context leaves."""
     seed: int | None = None
-    """Makes a run reproducible; each call derives its own seed from it."""
+    """Makes sampling reproducible; each call derives its own seed from it."""
 
     def check_trainable(self) -> None:
         """Raise ConfigInvalid if rollouts with these parameters cannot be trained on."""

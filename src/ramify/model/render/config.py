@@ -10,9 +10,10 @@ ToolFormat = Literal["auto", "hermes", "qwen-coder", "llama-3", "mistral", "none
 
 
 class TemplateRendererConfig(Config):
-    """Render with the chat template of the model directory."""
+    """Render messages to tokens with the model's chat template."""
 
     type: Literal["auto", "template"] = "auto"
+    """`auto` and `template` use the model's chat template, `family` a hand-written renderer."""
     tool_format: ToolFormat = "auto"
     """The format in which the model writes tool calls; `auto` detects it from the template."""
     template_args: dict[str, Any] = {}
@@ -22,13 +23,13 @@ class TemplateRendererConfig(Config):
 
 
 class FamilyRendererConfig(Config):
-    """Render with a hand-written renderer of the `renderers` library."""
+    """Render messages to tokens with a hand-written renderer of the `renderers` library."""
 
     type: Literal["family"] = "family"
     name: str
-    """The family: `qwen3`, `glm-5`, ..."""
+    """Name of the renderer: `qwen3`, `glm-5`, ..."""
     template_args: dict[str, Any] = {}
-    """Options of the family, such as `enable_thinking = false`."""
+    """Options of the renderer, such as `enable_thinking = false`."""
 
 
 RendererConfig = Annotated[TemplateRendererConfig | FamilyRendererConfig, Field(discriminator="type")]

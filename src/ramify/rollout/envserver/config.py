@@ -27,11 +27,11 @@ class ElasticPoolConfig(Config):
 
     type: Literal["elastic"] = "elastic"
     min_workers: int = Field(default=1, ge=1)
-    """Fewest workers."""
+    """Minimum number of worker processes."""
     max_workers: int | None = Field(default=None, ge=1)
-    """Most workers; by default one per core."""
+    """Maximum number of worker processes; by default one per core."""
     multiplex: int = Field(default=128, ge=1)
-    """Attempts that one worker runs concurrently."""
+    """Attempts that one worker process runs at the same time."""
     idle_timeout: float = Field(default=30.0, gt=0)
     """Seconds a surplus worker stays idle before it is stopped."""
 
@@ -58,12 +58,12 @@ PoolConfig = Annotated[ElasticPoolConfig | StaticPoolConfig, Field(discriminator
 
 
 class ServedSourceConfig(SourceConfig):
-    """A source that has its own env server."""
+    """A source of rollouts: an environment, and the worker processes that run it."""
 
     pool: PoolConfig = ElasticPoolConfig()
     address: TcpAddress | list[TcpAddress] | None = None
-    """The address of the env server if you run it yourself, or a list of several that share the load; by default a
-    free port of this machine."""
+    """Address of the env server if you run it yourself, or of several that share the load. Default: the run starts one,
+    on a free port."""
 
     @field_validator("address")
     @classmethod
@@ -93,37 +93,37 @@ class EnvServerConfig(Config):
     model: ModelConfig = ModelConfig()
     """The model that the inference servers serve (-m)."""
     served_model: str | None = None
-    """The name of the model on the servers if it is another one, with the same tokenizer. Empty: any name."""
+    """The model's name on the servers, if it differs from `model.name`. Empty: whatever they serve."""
     renderer: RendererConfig = TemplateRendererConfig()
     inference: ExternalConfig
     """The servers that workers sample from."""
     client_type: Literal["auto", "tokens", "chat"] = "auto"
-    """How the servers are called: for token ids, as a chat endpoint, or (`auto`) for token ids if they support it."""
+    """Use the servers' token ids (`tokens`) or their chat endpoint (`chat`). `auto`: token ids if they return them."""
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable with the API key of the inference servers, if they need one."""
     secret_env: str | None = None
     """The environment variable with the secret that clients need; required for an address that other machines can
     reach."""
     output: Path = Path("outputs")
-    """The run's directory (-o); the log is `logs/env/train/NAME.log` or `logs/env/eval/NAME.log` in it."""
+    """The run directory (-o); the log is `logs/env/train/NAME.log` or `logs/env/eval/NAME.log` in it."""
     log_file: Path | None = None
     """Another file for the log, such as /dev/stdout."""
     address_file: Path | None = None
-    """A file to write the actual address to."""
+    """A file to write the listening address to, for scripts that use port 0."""
     max_open_requests: int = Field(default=8192, ge=1)
-    """Most open requests; further ones are refused."""
+    """Maximum requests in flight; further ones are refused."""
     max_worker_crashes: int = Field(default=3, ge=1)
-    """Lost workers after which an attempt that ran on them fails with ProcessDied."""
+    """Crashed workers after which the attempt that ran on each of them fails with ProcessDied."""
     worker_startup_timeout: float = Field(default=120.0, gt=0)
     """Seconds until a worker must be ready; up to half may be spent waiting for the inference servers."""
     max_startup_failures: int = Field(default=3, ge=1)
-    """Boot failures in a row after which the server reports that it is broken."""
+    """Failed starts of workers in a row after which the server reports that it is broken."""
     hang_timeout: float = Field(default=30.0, gt=0)
-    """Seconds without an iteration of its event loop after which a worker counts as hung."""
+    """Seconds for which environment code may block a worker's event loop; then it counts as hung and is replaced."""
     max_memory_mib: float | None = Field(default=None, gt=0)
-    """MiB of memory above which a worker is replaced."""
+    """Memory of a worker, in MiB, above which it is replaced. None: no limit."""
     max_age: float | None = Field(default=None, gt=0)
-    """Seconds after which a worker is replaced."""
+    """Age of a worker, in seconds, at which it is replaced. None: no limit."""
     shutdown_timeout: float = Field(default=10.0, ge=0)
     """Seconds that running attempts get to finish when the server or a worker stops."""
     client_timeout: float = Field(default=30.0, gt=0)

@@ -16,7 +16,7 @@ class EvalConfig(SourceConfig):
     """Configuration of `ramify eval`: a source, a model, and the number of rollouts."""
 
     name: RunName = ""
-    """Run directory name. Default: taskset, model and a hash of the run's identity."""
+    """Name of the run directory. Default: taskset, model and a hash of the run's identity."""
     output: Path = Path("outputs")
     """Directory for runs (-o)."""
     num_tasks: int = Field(default=50, ge=1)
@@ -68,9 +68,12 @@ class ValidateConfig(Config):
     """Configuration of `ramify validate`."""
 
     taskset: dict[str, Any]
+    """The taskset's `id` and its options."""
     runtime: dict[str, Any] = {"id": "local"}
+    """The runtime's `id` and its options."""
     python: str | None = None
-    """The interpreter in which the taskset runs, as `python` of a source. Default: this one."""
+    """The interpreter in which the taskset runs: a path, or the name of an environment made by `ramify env install`.
+    Default: this one."""
     num_tasks: int | None = Field(default=None, ge=1)
     """Number of tasks, from the start of the taskset (-n). Default: all of them, up to 10,000."""
     concurrency: int = Field(default=16, ge=1)
@@ -79,3 +82,4 @@ class ValidateConfig(Config):
     """Seconds for the gold replies of a task."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     seed: int = 0
+    """Seed of all randomness in hooks and rewards."""

@@ -39,8 +39,11 @@ class SftValidationConfig(Config):
     switch: ClassVar = "fraction"
 
     path: str | None = None
+    """Conversations to validate on, in the same format as `data.path`."""
     split: str | None = None
+    """The split of `path` to read."""
     fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of the training data to hold out instead of `path`."""
     interval: int = Field(default=50, ge=1)
     """Steps between two validations; there is also one before the first step and one after the last."""
 
@@ -87,9 +90,9 @@ class SftConfig(Config):
     batch_size: int = Field(default=32, ge=1)
     """Examples per step."""
     epochs: int = Field(default=1, ge=1)
-    """How often each example is trained on."""
+    """Number of passes over the data."""
     max_steps: int | None = Field(default=None, ge=1)
-    """The most steps to run."""
+    """Maximum number of steps; None: all epochs."""
     seed: int = 0
     """Seed of the order of examples and of the adapters' initial weights."""
     trainer: TrainerConfig = TrainerConfig()
