@@ -7,8 +7,8 @@ the minimum of the hardware, the affinity of this process, and all its control g
 import os
 import re
 import socket
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,9 @@ from ramify.rollout.envserver.config import count_available_cores
 GIB = 1 << 30
 HOST = "127.0.0.1"
 QUERY_TIMEOUT = 10.0  # seconds
-NVIDIA_SMI_QUERY = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+GPU_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+MIG_QUERY = ("nvidia-smi", "-L")
+MIG_PATTERN = re.compile(r"MIG \d+g\.(\d+)gb\S*\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
 ASSUMED_CORES_PER_GPU = 8
 ASSUMED_GPUS_PATTERN = re.compile(r"(\d+)x(\d+(?:\.\d+)?)")
 
@@ -36,21 +38,54 @@ class CgroupLimits:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of this machine, by the index that CUDA knows it by; `memory` is in bytes."""
+    """A GPU of this machine, or a MIG device, by the name that selects it in CUDA_VISIBLE_DEVICES.
+
+    `memory` is in bytes.
+    """
 
     index: str
     memory: int
+    uuid: str = ""
 
 
 def list_visible_gpus() -> list[Gpu]:
     """Return the GPUs that this process may use; none without a driver."""
-    probe = run_probe(NVIDIA_SMI_QUERY, timeout=QUERY_TIMEOUT)
-    rows = [line.split(", ") for line in probe.text.splitlines()] if probe.ok else []
-    gpus = [Gpu(index, int(memory) << 20) for index, memory in rows]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus, visible = parse_gpus(_query_driver(GPU_QUERY)), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus
-    return [gpu for index in visible.split(",") for gpu in gpus if gpu.index == index.strip()]
+    return select_gpus([*gpus, *(parse_mig_devices(_query_driver(MIG_QUERY)) if "MIG-" in visible else [])], visible)
+
+
+def _query_driver(command: Sequence[str]) -> str:
+    probe = run_probe(command, timeout=QUERY_TIMEOUT)
+    return probe.text if probe.ok else ""
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """Return the GPUs that nvidia-smi lists. One without memory of its own uses the machine's."""
+    rows = [line.split(", ") for line in text.splitlines()]
+    return [
+        Gpu(index, int(memory) << 20 if memory.isdigit() else get_usable_memory(), uuid) for index, uuid, memory in rows
+    ]
+
+
+def parse_mig_devices(text: str) -> list[Gpu]:
+    """Return the MIG devices that nvidia-smi lists; the profile, such as 1g.10gb, has the size."""
+    return [Gpu(uuid, int(gigabytes) * GIB, uuid) for gigabytes, uuid in MIG_PATTERN.findall(text)]
+
+
+def select_gpus(gpus: Sequence[Gpu], visible: str) -> list[Gpu]:
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES selects by index or by the first characters of a UUID.
+
+    As in CUDA, an unknown name ends the list.
+    """
+    selected: list[Gpu] = []
+    for name in (name.strip() for name in visible.split(",")):
+        gpu = next((gpu for gpu in gpus if name == gpu.index or (name and gpu.uuid.startswith(name))), None)
+        if gpu is None:
+            break
+        selected.append(replace(gpu, index=name))
+    return selected
 
 
 def describe_machine(gpus: list[Gpu] | None = None) -> ClusterNode:
