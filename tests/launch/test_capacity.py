@@ -72,6 +72,15 @@ def test_moments_have_8_bits_where_float32_does_not_fit_and_8_bits_do(tmp_path, 
     assert run.trainer.optim.moments == moments
 
 
+def test_8_bits_are_neither_chosen_nor_advised_for_several_ranks(tmp_path):
+    settings, nodes = {"launch": {"trainer_gpus": 2}, "output": tmp_path}, [build_machine(4, gpu_gib=34)]
+    compact = build_run("org/Some-4B", trainer={"pack_tokens": 1024, "activation_checkpointing": True}, **settings)
+    assert choose_moments(compact, nodes).trainer.optim.moments == "float32"
+    with pytest.raises(ClusterTooSmall, match=r"it would fit with .*--trainer.lora.enabled true") as caught:
+        place_run(build_run("org/Some-4B", **settings), nodes)
+    assert "8bit" not in caught.value.message
+
+
 def test_paths_longer_than_a_pack_are_warned_about_not_refused():
     nodes = [build_machine(2)]
     assert find_long_path_warning(build_run("org/Some-1B", seq_len=16384), nodes) is None

@@ -117,6 +117,11 @@ def test_configured_numbers_of_gpus_are_used():
         (0, {"launch": {"trainer_gpus": 2}}, r"launch.trainer_gpus: 2 requires a trainer on GPUs; .*num_ranks"),
         (4, {"launch": {"inference_gpus": 3}, **VLLM_2}, r"launch.inference_gpus: expected a multiple of 2"),
         (0, {"launch": {"inference_gpus": 1}}, r"launch.inference_gpus: expected engines on GPUs"),
+        (
+            4,
+            {"launch": {"trainer_gpus": 2}, "trainer": {"optim": {"moments": "8bit"}}},
+            r"trainer.optim.moments: '8bit' needs a trainer of one rank, got 2",
+        ),
     ],
 )
 def test_numbers_of_gpus_that_are_not_possible_are_refused(num_gpus, more, text):

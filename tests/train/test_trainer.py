@@ -301,8 +301,9 @@ def test_the_format_of_moments_is_chosen_once():
     assert choose("8bit", saved="float32") == "8bit"  # the checkpoint is refused when it is loaded
     two_ranks = Ranks(torch.device("cpu"), 0, 2)
     assert choose("auto", ranks=two_ranks) == "float32"
-    with pytest.raises(ConfigInvalid, match=r"optim\.moments: '8bit' needs a trainer of one rank"):
-        choose("8bit", ranks=two_ranks)
+    for moments, saved in (("8bit", None), ("auto", "8bit")):
+        with pytest.raises(ConfigInvalid, match=r"optim\.moments: '8bit' needs a trainer of one rank, got 2"):
+            choose(moments, saved=saved, ranks=two_ranks)
     with pytest.raises(ValueError, match="needs type = 'adamw'"):
         OptimConfig(type="muon", moments="8bit")
 

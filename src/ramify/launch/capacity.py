@@ -181,7 +181,8 @@ def _list_savings(config: RunConfig) -> Settings:
     savings: Settings = {}
     if engine_key and getattr(config.inference, engine_key) > SMALL_CACHE_FRACTION:
         savings[f"inference.{engine_key}"] = SMALL_CACHE_FRACTION
-    if config.trainer.optim.type == "adamw" and config.trainer.optim.moments != "8bit":
+    num_ranks = config.launch.trainer_gpus or config.cluster.trainer.num_ranks or 1
+    if config.trainer.optim.type == "adamw" and config.trainer.optim.moments != "8bit" and num_ranks == 1:
         savings["trainer.optim.moments"] = "8bit"
     if not config.trainer.activation_checkpointing:
         savings["trainer.activation_checkpointing"] = True

@@ -189,6 +189,7 @@ class GpuDivision:
             return None
         if problem := find_rank_problem(self.config.model.name, count):
             raise ConfigInvalid(problem, key=key)
+        self.config.trainer.optim.check_ranks(count)
         self.reasons.append(f"trainer: {format_count(count, 'rank')}, as {key} says")
         return count
 

@@ -134,16 +134,16 @@ class MomentsChoice:
 def choose_moments(policy: PolicyModel, config: TrainerConfig, ranks: Ranks, saved: str | None) -> MomentsChoice:
     """Choose the format of AdamW's moments; `saved` is the format in the run's checkpoints, if there are any.
 
-    Raises ConfigInvalid if several ranks are to have moments in 8 bits: their shards would not be blocks.
+    Raises ConfigInvalid if several ranks would have moments in 8 bits.
     """
-    optim, device, is_alone = config.optim, ranks.device, ranks.world_size == 1
-    if optim.moments == "8bit" and not is_alone:
-        raise ConfigInvalid("'8bit' needs a trainer of one rank; use 'float32' or 'auto'", key="trainer.optim.moments")
+    optim, device = config.optim, ranks.device
+    reason = "requested"
+    if optim.moments == "auto" and saved is not None:
+        optim, reason = config.with_moments(saved).optim, "as in the run's checkpoints"
+    optim.check_ranks(ranks.world_size)
     if optim.moments != "auto":
-        return MomentsChoice(optim.moments, "requested")
-    if saved == "8bit" or saved == "float32":
-        return MomentsChoice(saved, "as in the run's checkpoints")
-    if device.type != "cuda" or not is_alone or optim.type != "adamw":
+        return MomentsChoice(optim.moments, reason)
+    if device.type != "cuda" or ranks.world_size > 1 or optim.type != "adamw":
         return MomentsChoice("float32", "the default")
     needed, free = _estimate_step_bytes(policy, config), torch.cuda.mem_get_info(device)[0]
     sizes = f"a step takes about {needed / 2**30:.1f} GiB with float32, {free / 2**30:.1f} GiB are free"

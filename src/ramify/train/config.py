@@ -59,6 +59,13 @@ class OptimConfig(Config):
             raise ValueError("moments = '8bit' needs type = 'adamw'")
         return self
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ConfigInvalid if several ranks would have moments in 8 bits: their shards would not be whole blocks."""
+        if self.moments == "8bit" and num_ranks > 1:
+            advice = "use one rank or, in a run without checkpoints in 8 bits, 'float32'"
+            problem = f"'8bit' needs a trainer of one rank, got {num_ranks}; {advice}"
+            raise ConfigInvalid(problem, key="trainer.optim.moments")
+
 
 class LossConfig(Config):
     """The policy-gradient loss."""
