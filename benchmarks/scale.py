@@ -23,7 +23,7 @@ import psutil
 from _check import Row, finish, parser
 from _long_ledger import write_ledger
 
-from ramify.launch.ports import PortReservation
+from ramify.processes.wire.listener import PortReservation
 
 GROUP_SIZE, GROUPS_PER_BATCH = 8, 64
 WARMUP_SECONDS, MEASURED_SECONDS = 5.0, 15.0

@@ -9,8 +9,12 @@ from ramify.cli.app import main
 from ramify.core.config import parse, parse_component
 from ramify.infer.config import ExternalConfig, ServeConfig
 from ramify.launch.machine import Gpu
-from ramify.launch.ports import build_source_addresses
-from ramify.launch.process_configs import build_env_server_config, build_serve_config, build_trainer_config
+from ramify.launch.process_configs import (
+    build_env_server_config,
+    build_serve_config,
+    build_source_addresses,
+    build_trainer_config,
+)
 from ramify.orchestrate.config import RunConfig
 from ramify.rollout.envserver.config import EnvServerConfig, StaticPoolConfig
 from ramify.train.process_config import TrainerProcessConfig

@@ -13,7 +13,7 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.core.errors import PeerLost
-from ramify.launch.ports import PortReservation
+from ramify.processes.wire.listener import PortReservation
 from ramify.rollout.envserver import EnvClient
 
 pytestmark = pytest.mark.run

@@ -5,8 +5,8 @@ import socket
 from typing import Any, Self
 
 from ramify.core.errors import EnvironmentChanged, RamifyError
-from ramify.launch.ports import PortReservation
 from ramify.processes.wire import IncomingRequest, WireMessage, WireServer, WireSettings
+from ramify.processes.wire.listener import PortReservation
 from ramify.rollout.envserver.messages import (
     AddressUpdate,
     EnvServerHealth,

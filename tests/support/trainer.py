@@ -15,8 +15,8 @@ from typing import Any
 
 from ramify.core.display import Display
 from ramify.core.errors import PeerLost, PortTaken, ProcessReplaced
-from ramify.launch.ports import PortReservation
 from ramify.processes.wire import IncomingRequest, WireMessage, WireServer
+from ramify.processes.wire.listener import PortReservation
 from ramify.train.batch import Batch, PackSpec, repack, split_across_ranks
 from ramify.train.batch_codec import encode_batch
 from ramify.train.protocol import (

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from ramify.core.config import Config
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.launcher import ClusterNode
-from ramify.launch.machine import GIB
+from ramify.launch.machine import GIB, uses_gpu
 from ramify.launch.memory import ModelSize
 from ramify.launch.placement import RunPlacement, place_processes
-from ramify.launch.requirements import FindSize, build_demands, list_planned_nodes, uses_gpu
+from ramify.launch.requirements import FindSize, build_demands, list_planned_nodes
 from ramify.orchestrate.config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from ramify.core.files import get_free_bytes
 from ramify.core.names import format_count
 from ramify.core.watchdog import watch_storage
-from ramify.launch.machine import GIB, list_visible_gpus
+from ramify.launch.machine import GIB, list_visible_gpus, uses_gpu
 from ramify.launch.memory import LORA_PARAMETER_FRACTION, MASTER_BYTES, MOMENT_BYTES, ModelSize, get_element_bytes
-from ramify.launch.requirements import uses_gpu
 from ramify.orchestrate.config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 from ramify.train.weights_directory import WEIGHTS_DIR

@@ -13,11 +13,10 @@ from urllib.parse import urlsplit
 
 from ramify.launch.launcher import ClusterNode, Place, Placement, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import HOST, Gpu, describe_machine, list_visible_gpus
-from ramify.launch.ports import PortReservation
 from ramify.processes.child import STOP_TIMEOUT, ChildProcess
 from ramify.processes.log import ProcessLog
 from ramify.processes.prefork import PreforkClient, get_import_env, start_prefork_server
-from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
+from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE, PortReservation
 from ramify.run.fencing.lease import RoleLeases
 from ramify.run.store import storage_call
 

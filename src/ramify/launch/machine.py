@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -26,6 +27,8 @@ MIG_QUERY = ("nvidia-smi", "-L")
 MIG_PATTERN = re.compile(r"MIG \d+g\.(\d+)gb\S*\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
 ASSUMED_CORES_PER_GPU = 8
 ASSUMED_GPUS_PATTERN = re.compile(r"(\d+)x(\d+(?:\.\d+)?)")
+
+Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,11 @@ def select_gpus(gpus: Sequence[Gpu], visible: str) -> list[Gpu]:
             break
         selected.append(replace(gpu, index=name))
     return selected
+
+
+def uses_gpu(device: Device, num_gpus: float) -> bool:
+    """Return whether a process with the setting `device` computes on a GPU, given the number of GPUs there are."""
+    return device == "cuda" or (device == "auto" and num_gpus > 0)
 
 
 def describe_machine(gpus: list[Gpu] | None = None) -> ClusterNode:

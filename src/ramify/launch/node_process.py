@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from ramify.core.errors import RamifyError
 from ramify.launch.launcher import ProcessStart
 from ramify.launch.local_launcher import LocalSlot
-from ramify.launch.ports import PortReservation
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
+from ramify.processes.wire.listener import PortReservation
 from ramify.run.fencing.lease import LeaseHolder, LeaseTerms, read_lease_clock
 from ramify.run.store import storage_call
 

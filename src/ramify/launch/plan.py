@@ -24,11 +24,11 @@ from ramify.launch.machine import GIB
 from ramify.launch.memory import ModelSize
 from ramify.launch.placement import Assignments, ProcessDemand, RunPlacement, place_processes
 from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
-from ramify.launch.ports import PortReservation, build_source_addresses
 from ramify.launch.process_configs import (
     build_env_server_config,
     build_model_serve_config,
     build_serve_config,
+    build_source_addresses,
     build_trainer_config,
 )
 from ramify.launch.published_weights import link_newest_weights
@@ -41,7 +41,7 @@ from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
 from ramify.processes.wire.address import is_local
-from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
+from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE, PortReservation
 from ramify.rollout.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
 from ramify.run.fencing.lease import LeaseTerms
 from ramify.train.process_config import TrainerProcessConfig

@@ -9,13 +9,23 @@ from urllib.parse import urlsplit
 
 from ramify.core.config import Config
 from ramify.infer.config import ExternalConfig, NamedModelConfig, VLLMConfig
-from ramify.launch.machine import list_visible_gpus
-from ramify.launch.ports import build_source_addresses
-from ramify.launch.requirements import uses_gpu
+from ramify.launch.machine import HOST, list_visible_gpus, uses_gpu
 from ramify.orchestrate.config import RunConfig, TrainSourceConfig
 from ramify.rollout.envserver.config import EnvServerConfig, ServedSourceConfig
 
+EVAL_PORT_OFFSET = 1000  # eval source i listens on base_port + EVAL_PORT_OFFSET + i
+
 ConfigTable = dict[str, Any]
+
+
+def build_source_addresses(config: RunConfig) -> dict[str, str]:
+    """Return the addresses of the env servers that the run starts, by name (`train/reverse`); port 0: any free port."""
+    base, addresses = config.launch.base_port, dict[str, str]()
+    for kind, first, sources in (("train", base, config.train), ("eval", base + EVAL_PORT_OFFSET, config.eval)):
+        for number, source in enumerate(sources):
+            if source.address is None:
+                addresses[f"{kind}/{source.source_name}"] = f"tcp://{HOST}:{first + number if base else 0}"
+    return addresses
 
 
 def build_serve_config(run_config: RunConfig, *, is_trainer_on_gpu: bool | None = None) -> ConfigTable:

@@ -13,13 +13,12 @@ that env servers find room beside it.
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count, suggest
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
 from ramify.launch.launcher import ClusterNode
-from ramify.launch.machine import GIB
+from ramify.launch.machine import GIB, Device, uses_gpu
 from ramify.launch.memory import (
     PROCESS_BASE_BYTES,
     TORCH_BASE_BYTES,
@@ -44,7 +43,6 @@ GPUS_PER_RANK = 8  # one of so many GPUs trains, at least
 ASSUMED_GPU_BYTES = 80 * GIB  # memory of a GPU of unknown size
 MAX_MEMORY_FRACTION = 0.95  # of a device
 
-Device = Literal["auto", "cpu", "cuda"]
 FindSize = Callable[[str], ModelSize | None]
 
 
@@ -357,11 +355,6 @@ class _DemandBuilder:
 
 def _limit_cores(cores: int, max_cores: int | None) -> int:
     return max(1, cores if max_cores is None else min(cores, max_cores))
-
-
-def uses_gpu(device: Device, num_gpus: float) -> bool:
-    """Return whether a process with the setting `device` computes on a GPU, given the number of GPUs there are."""
-    return device == "cuda" or (device == "auto" and num_gpus > 0)
 
 
 def list_allowed_nodes(placement: PlacementConfig, nodes: Sequence[ClusterNode]) -> list[ClusterNode]:

@@ -9,9 +9,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from ramify.core.errors import PortTaken
-from ramify.launch.ports import PortReservation
 from ramify.processes.wire import WireServer
-from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
+from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE, PortReservation
 
 LISTENS = """
 import asyncio, sys
