@@ -83,8 +83,8 @@ def _build_launcher() -> Any:
 
 
 def _record_leases(hanging: Path, local: Path) -> Steps:
+    from ramify.launch.execution import hold_leases
     from ramify.launch.head import prepare_head
-    from ramify.launch.head_leases import hold_leases
 
     config = _build_config(local, hanging)
     prepare_head(config)
@@ -94,8 +94,8 @@ def _record_leases(hanging: Path, local: Path) -> Steps:
 
 
 def _remove_leases(hanging: Path, local: Path) -> Steps:
+    from ramify.launch.execution import hold_leases
     from ramify.launch.head import prepare_head
-    from ramify.launch.head_leases import hold_leases
     from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 
     config = _build_config(local, hanging)
@@ -173,7 +173,7 @@ def _replicate_end(hanging: Path, local: Path) -> Steps:
 
 
 def _measure_disk(hanging: Path, local: Path) -> Steps:
-    from ramify.launch.disk import estimate_disk
+    from ramify.launch.memory import estimate_disk
 
     config = _build_config(local, hanging)
     yield

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.app import main
+from ramify.cli.metrics import smooth
 from ramify.core.errors import ConfigInvalid
 from ramify.launch import api
 from ramify.launch.api import rl
 from ramify.launch.execution import RunResult
-from ramify.launch.monitor.plot import smooth
 from ramify.launch.supervisor import RunOutcome
 from ramify.model.manifest import Manifest
 from ramify.run import lock

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ramify.core.errors import ConfigInvalid
-from ramify.launch.disk import estimate_disk
+from ramify.launch.memory import estimate_disk
 from ramify.launch.run_checks import check_run
 from tests.launch.test_plan import config
 from tests.support.plans import format_lines, plan_here

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from ramify.core.errors import ProcessDied
-from ramify.launch.head_leases import read_earlier_processes
+from ramify.launch.execution import read_earlier_processes
 from ramify.launch.launcher import Placement, ProcessRole, ProcessStart
 from ramify.launch.process import EarlierProcess
 from ramify.launch.supervisor import RunOutcome

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 
 from ramify.core.errors import ProcessReplaced, StorageFailed
+from ramify.launch.execution import hold_leases
 from ramify.launch.head import prepare_head
-from ramify.launch.head_leases import hold_leases
 from ramify.launch.launcher import Placement
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import EarlierProcess

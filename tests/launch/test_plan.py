@@ -235,7 +235,7 @@ def test_weights_take_the_shortest_way_to_the_engines(tmp_path, num_gpus, more, 
 def test_weights_go_to_disk_if_memory_has_no_room_or_another_head_may_need_them(tmp_path, monkeypatch):
     shared = config(tmp_path, cluster={"shared_directory": tmp_path / "shared"})
     assert plan_here(shared).config.weights.transport == "disk"
-    monkeypatch.setattr("ramify.launch.weight_transport.get_free_bytes", lambda path: 1 << 20)
+    monkeypatch.setattr("ramify.launch.published_weights.get_free_bytes", lambda path: 1 << 20)
     assert plan_here(config(tmp_path)).config.weights.transport == "disk"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ramify.cli import main
 from ramify.core.errors import ConfigInvalid
-from ramify.launch.ray_connection import connect_to_ray
+from ramify.launch.ray_launcher import connect_to_ray
 from tests.support.ray import RayError
 
 

@@ -10,7 +10,7 @@ import pytest
 from ramify.core.errors import DeadlineExceeded, StorageFailed
 from ramify.launch.launcher import Placement, ProcessRole, ProcessStart
 from ramify.launch.local_launcher import LocalSlot
-from ramify.launch.node_process import ExchangeRequest, NodeProcess
+from ramify.launch.remote_slot import ExchangeRequest, NodeProcess
 from ramify.launch.supervisor import RunOutcome, Supervisor, SupervisorSettings
 from ramify.processes.exit_codes import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog

@@ -2,8 +2,8 @@
 
 import json
 
+from ramify.launch.execution import ServiceAddresses
 from ramify.launch.launcher import ProcessSpec
-from ramify.launch.service_addresses import ServiceAddresses
 from ramify.run.state import ProcessState, ProcessStatus
 
 

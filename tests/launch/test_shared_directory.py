@@ -8,9 +8,8 @@ import pytest
 from ramify.core.display import Display
 from ramify.core.errors import ConfigInvalid, RunDamaged
 from ramify.launch.execution import execute_plan
-from ramify.launch.head import prepare_head
+from ramify.launch.head import link_shared_directory, prepare_head
 from ramify.launch.published_weights import get_served_directory, hold_weights_directory, save_final_weights
-from ramify.launch.shared_directory import link_shared_directory
 from ramify.model.manifest import Manifest
 from ramify.orchestrate.config import RunConfig
 from ramify.trace.version import PolicyVersion

@@ -10,8 +10,7 @@ from pathlib import Path
 from ramify.core.errors import PeerLost
 from ramify.launch.launcher import ClusterNode, Launcher, Placement, ProcessSlot, ProcessStart
 from ramify.launch.local_launcher import LocalLauncher, LocalSlot
-from ramify.launch.node_process import ExchangeReply, ExchangeRequest, NodeProcess
-from ramify.launch.remote_slot import RemoteSlot, RemoteSlotSettings
+from ramify.launch.remote_slot import ExchangeReply, ExchangeRequest, NodeProcess, RemoteSlot, RemoteSlotSettings
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
 from ramify.run.fencing.token import FencingToken

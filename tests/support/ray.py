@@ -4,7 +4,7 @@ import asyncio
 import threading
 from types import SimpleNamespace
 
-from ramify.launch.node_process import SlotAddress
+from ramify.launch.remote_slot import SlotAddress
 
 
 class RayError(Exception): ...

@@ -10,9 +10,8 @@ from ramify.core.display import choose_api_display
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
 from ramify.launch.plan import build_plan
-from ramify.launch.plan_notes import list_start_notes
 from ramify.launch.plugin_check import check_plugin_tables
-from ramify.launch.run_checks import check_run
+from ramify.launch.run_checks import check_run, list_start_notes
 from ramify.orchestrate.config import RunConfig
 from ramify.run.lock import lock_run
 

@@ -1,37 +1,174 @@
-"""Executes a launch plan: locks the run directory, supervises and displays the processes, records that it finished."""
+"""Executes a launch plan: locks the run directory, supervises and displays the processes, records that it finished.
+
+How long the processes of a head may outlive it is recorded where the next head finds it:
+
+    leases/<k>   for each process of head k on a node: seconds after which it is dead for certain without its head
+
+A head writes its file before it starts a process, and removes it when it has seen all of them end: a file that is left
+belongs to a head that was lost, or that still runs. A later head counts these seconds from when it reads the file, and
+waits POLL_INTERVAL longer, because the old head may renew leases until it reads the new epoch.
+"""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
 
 from ramify.core.async_calls import call_storage
 from ramify.core.display import open_display
 from ramify.core.errors import ProviderError, RamifyError, StorageFailed
+from ramify.core.files import write_atomically
 from ramify.core.interactive import AwaitableResult, call_interruptible, run_coroutine
 from ramify.core.watchdog import WATCHDOG, watch_storage
 from ramify.launch.capacity import find_long_path_warning
 from ramify.launch.completion import mark_finished, prepare_run_directory, replicate_run
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay
-from ramify.launch.disk import estimate_disk
-from ramify.launch.head import prepare_head
-from ramify.launch.head_leases import hold_leases
-from ramify.launch.launcher import Launcher
+from ramify.launch.head import check_newest_head, prepare_head
+from ramify.launch.launcher import Launcher, ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
+from ramify.launch.memory import estimate_disk
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.process import EarlierProcess
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
-from ramify.launch.service_addresses import ServiceAddresses
-from ramify.launch.supervisor import RunOutcome, Supervisor
+from ramify.launch.supervisor import ALIVE_STATES, RunOutcome, Supervisor
+from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, write_addresses
+from ramify.run.fencing.token import FencingToken
 from ramify.run.lock import lock_run
 from ramify.run.reader import INTERRUPTED_EVENT, ask_orchestrator
-from ramify.run.state import OrchestratorState, ProcessStatus, RunState, SupervisorState
+from ramify.run.state import OrchestratorState, ProcessState, ProcessStatus, RunState, SupervisorState
 from ramify.run.store import RunStore, storage_call
+from ramify.run.store.head_replication import POLL_INTERVAL
 from ramify.run.store.index import DATABASE_NAME
 from ramify.run.store.run_log import RunLog, read_metrics_by_step
+
+LEASES_DIR = "leases"  # in the shared directory
+EXITED_STATES = (ProcessState.WAITING, ProcessState.ENDED)  # of processes that do not run
+
+
+@contextlib.contextmanager
+def hold_leases(
+    run: Path,
+    shared: Path | None,
+    epoch: int,
+    specs: Sequence[ProcessSpec],
+    launcher: Launcher,
+    *,
+    print_line: Callable[[str], None] = print,
+) -> Generator[dict[str, EarlierProcess]]:
+    """Record the leases of the processes until all have ended, and yield those of earlier supervisors that may run.
+
+    Raises ProcessReplaced if another head has taken over.
+    """
+    earlier = read_earlier_processes(run)
+    delays = {spec.name: spec.placement.lease.replacement_delay for spec in specs if spec.placement is not None}
+    if shared is None or not launcher.can_lose_nodes:
+        yield earlier
+        return
+    directory = shared / LEASES_DIR
+    with storage_call(directory):
+        earlier_heads = _record_leases(directory, epoch, delays)
+    check_newest_head(run)  # after the file was written: otherwise a new head might not have seen it
+    try:
+        yield {**earlier_heads, **earlier}
+    finally:
+        state = SupervisorState.read(run)
+        is_recorded = state is not None and state.pid == os.getpid()
+        if is_recorded and not any(process.replacement_delay for process in read_earlier_processes(run).values()):
+            try:
+                _remove_leases(directory, epoch)
+            except OSError as error:  # the next head waits, which does no harm
+                print_line(f"the leases of this head were not removed: {error}")
+
+
+def read_earlier_processes(run: Path) -> dict[str, EarlierProcess]:
+    """Return the processes with a token that the last supervisor of a run has started, by name."""
+    state = SupervisorState.read(run)
+    rows = state.processes if state is not None else {}
+    return {
+        name: EarlierProcess(
+            FencingToken.parse(row.token), None if row.state in EXITED_STATES else row.replacement_delay
+        )
+        for name, row in rows.items()
+        if row.token
+    }
+
+
+def _record_leases(directory: Path, epoch: int, delays: Mapping[str, float]) -> dict[str, EarlierProcess]:
+    """Write the file of a head, and return the processes that heads of earlier epochs may have left, by name."""
+    earlier_heads = _read_earlier_heads(directory, epoch)
+    directory.mkdir(exist_ok=True)
+    all_delays = _merge_delays(_read_delays(directory, epoch), delays)
+    write_atomically(_get_lease_file(directory, epoch), msgspec.json.encode(all_delays))
+    return earlier_heads
+
+
+def _remove_leases(directory: Path, epoch: int) -> None:
+    """Remove the files of a head and of those before it."""
+    for number in range(epoch + 1):
+        with watch_storage(directory):
+            _get_lease_file(directory, number).unlink(missing_ok=True)
+
+
+def _read_earlier_heads(directory: Path, epoch: int) -> dict[str, EarlierProcess]:
+    """Return the processes that heads of earlier epochs may have left, by name."""
+    delays: dict[str, float] = {}
+    for number in range(epoch):
+        delays = _merge_delays(delays, _read_delays(directory, number))
+    return {  # a head that still runs notices after POLL_INTERVAL that it was replaced
+        name: EarlierProcess(FencingToken(epoch - 1), replacement_delay=delay + POLL_INTERVAL)
+        for name, delay in delays.items()
+    }
+
+
+def _merge_delays(delays: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(delays.get(name, 0.0), others.get(name, 0.0)) for name in (*delays, *others)}
+
+
+def _read_delays(directory: Path, epoch: int) -> dict[str, float]:
+    path = _get_lease_file(directory, epoch)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, float])
+    except FileNotFoundError:
+        return {}
+    except msgspec.MsgspecError as error:
+        advice = f"remove it when no process of epoch {epoch} runs any more"
+        raise StorageFailed(f"{path} is damaged: {error}; {advice}") from error
+
+
+def _get_lease_file(directory: Path, epoch: int) -> Path:
+    return directory / str(epoch)
+
+
+class ServiceAddresses:
+    """Writes the address book of one run whenever an address has changed; a run without services has none."""
+
+    def __init__(self, run_directory: Path, specs: Sequence[ProcessSpec]) -> None:
+        """Remove the address book of an earlier start, whose processes are gone."""
+        self._run_directory = run_directory
+        self._services = {spec.name: spec.service for spec in specs if spec.service}
+        self._written: dict[str, list[str]] = {}
+        with storage_call(run_directory):
+            (run_directory / ADDRESS_BOOK_FILE).unlink(missing_ok=True)
+
+    def update(self, statuses: Sequence[ProcessStatus]) -> None:
+        """Write the addresses of the processes that run or are being started, by service."""
+        addresses: dict[str, list[str]] = {}
+        for status in statuses:
+            if status.name in self._services and status.address and status.state in ALIVE_STATES:
+                url = urlsplit(status.address)
+                addresses.setdefault(self._services[status.name], []).append(f"{url.scheme}://{url.netloc}")
+        if addresses != self._written:
+            with storage_call(self._run_directory):
+                write_addresses(self._run_directory, addresses)
+            self._written = addresses
+
 
 ANSWER_TIMEOUT = 2.0  # seconds for the orchestrator to answer the display
 CLEANUP_TIMEOUT = 60.0  # seconds for an interrupted supervisor to stop its processes, after the grace period

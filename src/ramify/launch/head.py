@@ -8,6 +8,9 @@
 
 A claimed epoch ends the one before it: if the old head still runs, it can commit nothing more and exits. What it had
 not committed is sampled and trained again.
+
+Other nodes cannot see the run directory, which is on the disk of the head. So checkpoints, weights, images and token
+stats are in the shared directory, and the run directory has links to them.
 """
 
 import contextlib
@@ -22,15 +25,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.core.errors import ProcessReplaced, RunBusy
+from ramify.core.errors import ConfigInvalid, ProcessReplaced, RunBusy
 from ramify.core.files import fsync_path
 from ramify.core.watchdog import watch_storage
-from ramify.launch.shared_directory import (
-    SHARED_SUBDIRECTORIES,
-    check_shared_parent,
-    link_shared_directory,
-    move_shared_aside,
-)
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.run.fencing.directory_store import DirectoryStore
@@ -39,6 +36,7 @@ from ramify.run.fencing.token import FencingToken
 from ramify.run.store import RunStore, storage_call, wrap_storage_errors
 from ramify.run.store.change_tracking import HeadState, read_head_state
 from ramify.run.store.head_replication import restore_run, start_replication
+from ramify.run.store.image_store import MEDIA_DIR
 from ramify.run.store.index import DATABASE_NAME
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.log_entry import LogEntry
@@ -46,6 +44,68 @@ from ramify.run.store.run_directory import IDENTITY_KEY, compare_identities, mov
 from ramify.run.store.run_log import RunLog
 from ramify.run.store.run_store import acquire_lock
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
+from ramify.train.token_stats import TOKEN_STATS_DIR
+from ramify.train.weights_directory import WEIGHTS_DIR
+
+SHARED_SUBDIRECTORIES = (CHECKPOINTS_DIR, WEIGHTS_DIR, MEDIA_DIR, TOKEN_STATS_DIR)
+
+
+def check_shared_parent(directory: Path) -> None:
+    """Raise ConfigInvalid if not even the parent of `cluster.shared_directory` exists: its storage is not mounted."""
+    parent = directory.absolute().parent
+    with watch_storage(parent):
+        is_mounted = parent.is_dir()
+    if not is_mounted:
+        problem = f"{directory} cannot be created, because {parent} is not a directory on this machine"
+        advice = "mount the shared file system, or create that directory on it"
+        raise ConfigInvalid(f"cluster.shared_directory: {problem}; {advice}")
+
+
+def link_shared_directory(run: Path, shared: Path) -> None:
+    """Create the subdirectories of `shared`, and links to them in the run directory.
+
+    Raises ConfigInvalid if the run directory has such files of its own.
+    """
+    with storage_call(shared):
+        run.mkdir(parents=True, exist_ok=True)
+        for name in SHARED_SUBDIRECTORIES:
+            target, link = shared.absolute() / name, run / name
+            target.mkdir(parents=True, exist_ok=True)
+            _replace_with_symlink(link, target)
+
+
+def _replace_with_symlink(link: Path, target: Path) -> None:
+    if link.is_symlink():
+        if link.readlink() == target:
+            return
+        link.unlink()
+    elif link.is_dir():
+        if any(link.iterdir()):
+            problem = "is not in the run's shared directory (cluster.shared_directory)"
+            raise ConfigInvalid(f"{link} {problem}: move its contents to {target}, and repeat the command")
+        link.rmdir()
+    link.symlink_to(target, target_is_directory=True)
+
+
+def move_shared_aside(run: Path, shared: Path) -> Path | None:
+    """Move the run directory aside as `--fresh` does, and rename its part of the shared directory to `NAME.old-N`.
+
+    Return the new path of the run directory; None if there was none.
+    """
+    with storage_call(shared):
+        old_run = move_aside(run) if run.exists() else None
+        for name in SHARED_SUBDIRECTORIES:
+            number, directory = 1, shared.absolute() / name
+            while (old_directory := directory.with_name(f"{name}.old-{number}")).exists():
+                number += 1
+            if not directory.is_dir() or not any(directory.iterdir()):
+                continue
+            directory.rename(old_directory)
+            if old_run is not None and (link := old_run / name).is_symlink():
+                link.unlink()
+                link.symlink_to(old_directory, target_is_directory=True)
+    return old_run
+
 
 POLL_INTERVAL = 0.1  # seconds between two attempts to lock a run directory
 

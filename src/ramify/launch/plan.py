@@ -23,7 +23,6 @@ from ramify.launch.launcher import ClusterNode, Placement, ProcessRole, ProcessS
 from ramify.launch.machine import GIB
 from ramify.launch.memory import ModelSize
 from ramify.launch.placement import Assignments, ProcessDemand, RunPlacement, place_processes
-from ramify.launch.plan_notes import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
 from ramify.launch.process_configs import (
     build_env_server_config,
     build_model_serve_config,
@@ -31,10 +30,10 @@ from ramify.launch.process_configs import (
     build_source_addresses,
     build_trainer_config,
 )
-from ramify.launch.published_weights import link_newest_weights
+from ramify.launch.published_weights import choose_transport, describe_weights, is_beside_trainer, link_newest_weights
 from ramify.launch.requirements import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
+from ramify.launch.run_checks import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
 from ramify.launch.status_line import describe_last_state
-from ramify.launch.weight_transport import choose_transport, describe_weights, is_beside_trainer
 from ramify.orchestrate.address_book import INFERENCE_KEY, MODEL_PREFIX
 from ramify.orchestrate.cluster_config import ClusterConfig
 from ramify.orchestrate.config import RunConfig

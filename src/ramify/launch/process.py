@@ -1,19 +1,18 @@
-"""One process of a run: its execution from one start to its exit.
+"""One process of a run: its execution from one start to its exit, whether it answers, and its budget of restarts.
 
 STARTING -> READY <-> SILENT
     |         |         |
     +---------+---------+--> ENDED   it exited or was stopped
 
 A process that could not be stopped, because its node cannot be reached, stays SILENT: it may run until its lease ends.
-
 The ranks of a gang are one process in this sense: they start together, and when one of them fails, all are stopped.
 """
 
 import asyncio
 import signal
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +25,37 @@ from ramify.processes.wire.address import is_listening
 from ramify.run.fencing.lease import RoleLeases, read_lease_clock
 from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
 from ramify.run.state import ProcessState
+
+RESTART_WINDOW = 3600.0  # seconds for which a restart counts
+FIRST_DELAY = 0.5  # seconds before the first restart
+MAX_DELAY = 30.0  # seconds
+
+
+class RestartBudget:
+    """The restarts of one process per hour; the delay doubles with each. `num_restarts` counts all of them.
+
+    A process that dies right after every start is a bug, which endless restarts would hide.
+    """
+
+    def __init__(
+        self, max_restarts: int, *, first_delay: float = FIRST_DELAY, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.max_restarts, self._first_delay, self._clock = max_restarts, first_delay, clock
+        self._recent_restarts: deque[float] = deque()
+        self.num_restarts = 0
+
+    def take_restart(self) -> float | None:
+        """Take a restart from the budget and return the delay before it; None if the budget is used up."""
+        now = self._clock()
+        while self._recent_restarts and self._recent_restarts[0] <= now - RESTART_WINDOW:
+            self._recent_restarts.popleft()
+        if len(self._recent_restarts) >= self.max_restarts:
+            return None
+        delay = min(self._first_delay * 2 ** len(self._recent_restarts), MAX_DELAY)
+        self._recent_restarts.append(now)
+        self.num_restarts += 1
+        return delay
+
 
 POLL_INTERVAL = 0.1  # seconds between readiness probes
 RESPONSE_TIMEOUT = 2.0  # seconds for the reply to one probe
@@ -258,3 +288,54 @@ async def is_responding(address: str, *, timeout: float = RESPONSE_TIMEOUT) -> b
             return (await http.request("GET", "")).status == 200
     except (RequestFailed, TimeoutError):
         return False
+
+
+# Unanswered requests after which a process counts as silent. More than one, because a supervisor that was stopped
+# itself finds an old request unanswered when it is continued.
+MAX_UNANSWERED = 3
+
+
+async def wait_for_silence(
+    process: SupervisedProcess, on_change: Callable[[], Awaitable[None]], *, max_interval: float
+) -> float:
+    """Wait until a process has not answered for its `hang_timeout`, and return the seconds since its last answer.
+
+    It may be stopped (SIGSTOP, a debugger) or its event loop may hang. `on_change` is called whenever it becomes silent
+    or answers again. `max_interval` limits the seconds between two requests, and the timeout of each.
+    """
+    address, hang_timeout = process.address, process.spec.hang_timeout
+    assert hang_timeout is not None
+    # A process is shown as silent after half of the timeout.
+    interval = min(hang_timeout / (4 * MAX_UNANSWERED), max_interval)
+    num_unanswered, silent_since = 0, time.monotonic()
+    while True:
+        await asyncio.sleep(interval)
+        requested_at = time.monotonic()
+        if await is_responding(address, timeout=interval):
+            num_unanswered = 0
+        else:
+            num_unanswered += 1
+            silent_since = requested_at if num_unanswered == 1 else silent_since
+        is_silent = num_unanswered >= MAX_UNANSWERED
+        state = ProcessState.SILENT if is_silent else ProcessState.READY
+        if process.state is not state and process.state is not ProcessState.ENDED:
+            process.set_state(state)
+            await on_change()
+        silent_seconds = time.monotonic() - silent_since
+        if is_silent and silent_seconds >= hang_timeout:
+            return silent_seconds
+
+
+async def watch_reachability(
+    process: SupervisedProcess, on_change: Callable[[], Awaitable[None]], *, interval: float
+) -> None:
+    """Set the state of a process to SILENT while a node of it cannot be reached. Runs until it is cancelled.
+
+    `on_change` is called whenever the state changes. The process is not killed: its node does that when the lease ends.
+    """
+    while True:
+        await asyncio.sleep(interval)
+        state = ProcessState.SILENT if process.unreachable_node else ProcessState.READY
+        if process.state is not state and process.state is not ProcessState.ENDED:
+            process.set_state(state)
+            await on_change()

@@ -9,24 +9,78 @@ live on. Only an exit that was seen counts, or the end of a lease. Replies are s
 import asyncio
 import atexit
 import contextlib
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Self, TypeVar
+from urllib.parse import urlsplit
 
 from ramify.core.async_calls import call_in_daemon_thread, cancel_all
-from ramify.core.errors import DeadlineExceeded, PeerLost, ProcessDied, RamifyError
+from ramify.core.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessDied, RamifyError
 from ramify.core.interactive import run_coroutine
+from ramify.core.log_filters import hide_log_records
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.node_process import ExchangeReply, ExchangeRequest, NodeProcess, SlotAddress
 from ramify.launch.placement import format_room
-from ramify.launch.ray_connection import connect_to_ray
-from ramify.launch.remote_slot import RemoteSlot
+from ramify.launch.remote_slot import ExchangeReply, ExchangeRequest, NodeProcess, RemoteSlot, SlotAddress
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.run.fencing.lease import LeaseTerms, RoleLeases
+
+ADDRESS_VARIABLE = "RAY_ADDRESS"  # Ray uses its value for the address `auto`
+TCP_TIMEOUT = 5.0  # seconds to open a TCP connection
+INIT_TIMEOUT = 60.0  # seconds for all of it; Ray needs a few if the machine is not busy
+# Ray says so because it is not in the main thread. The supervisor handles the signal.
+SIGTERM_WARNING = "SIGTERM handler is not set"
+
+
+def connect_to_ray(address: str, *, timeout: float = INIT_TIMEOUT) -> Any:
+    """Return the module `ray`, connected to the cluster at `address`: `auto`, HOST:PORT or ray://HOST:PORT.
+
+    `ray.init` waits without end, in native code, for an address at which nobody answers. So the address is tried first
+    with a TCP connection, and `ray.init` runs in a thread that can be left behind. Raises ConfigInvalid if Ray is
+    missing or the cluster does not answer within `timeout` seconds.
+    """
+    try:
+        ray: Any = import_module("ray")
+        import_module("ray.util.scheduling_strategies")
+    except ImportError as error:
+        raise ConfigInvalid("'ray' needs the extra `ray`: pip install 'ramify[ray]'", key="cluster.launcher") from error
+    variable = os.environ.get(ADDRESS_VARIABLE, "") if address == "auto" else ""
+
+    def initialize() -> None:
+        _check_listening(variable or address)
+        with hide_log_records("ray._private.worker", SIGTERM_WARNING):
+            ray.init(address=address, namespace="ramify", log_to_driver=False, logging_level="warning")
+
+    try:
+        run_coroutine(_run_with_deadline(initialize, timeout))
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        where = f"{variable!r} ({ADDRESS_VARIABLE})" if variable else repr(address)
+        reason = str(error) or f"no answer within {timeout:g} s"
+        advice = "start it with `ray start --head`, or set cluster.address"
+        raise ConfigInvalid(f"no Ray cluster answers at {where}: {reason}; {advice}", key="cluster.address") from error
+    return ray
+
+
+async def _run_with_deadline(initialize: Callable[[], None], timeout: float) -> None:
+    async with asyncio.timeout(timeout):
+        await call_in_daemon_thread(initialize, "ray.init")
+
+
+def _check_listening(address: str) -> None:
+    """Raise OSError if nobody listens at HOST:PORT; an address of another form is left to Ray."""
+    try:
+        parts = urlsplit(f"//{address.removeprefix('ray://')}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return
+    if host and port:
+        socket.create_connection((host, port), timeout=TCP_TIMEOUT).close()
+
 
 CLOSE_TIMEOUT = STOP_TIMEOUT + KILL_TIMEOUT + 2.0  # seconds for an actor to stop its process
 LIST_NODES_TIMEOUT = 10.0  # seconds for Ray to list its nodes for the text of an error

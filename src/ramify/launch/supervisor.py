@@ -29,12 +29,18 @@ from ramify.core.async_calls import call_storage, cancel_all
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, RamifyError
 from ramify.core.watchdog import WATCHDOG
 from ramify.launch.launcher import Launcher, ProcessRole, ProcessSpec
-from ramify.launch.liveness import wait_for_silence, watch_reachability
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import EarlierProcess, SupervisedProcess
+from ramify.launch.process import (
+    FIRST_DELAY,
+    RESTART_WINDOW,
+    EarlierProcess,
+    RestartBudget,
+    SupervisedProcess,
+    wait_for_silence,
+    watch_reachability,
+)
 from ramify.orchestrate.config import EXIT_RESUMABLE
 from ramify.processes.exit_codes import describe_exit, is_signal_exit
-from ramify.processes.restart_budget import FIRST_DELAY, RESTART_WINDOW, RestartBudget
 from ramify.run.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
 from ramify.run.fencing.token import FencingToken
 from ramify.run.reader import get_process_state

@@ -11,7 +11,7 @@ import ramify as rf
 from ramify.core.config import parse
 from ramify.core.errors import ConfigInvalid, ProviderError
 from ramify.infer.gateway import Gateway
-from ramify.launch.plan_notes import list_runtime_notes
+from ramify.launch.run_checks import list_runtime_notes
 from ramify.orchestrate.config import RunConfig
 from ramify.rollout import Environment
 from ramify.rollout.runtime.bwrap import find_unsupported_reason

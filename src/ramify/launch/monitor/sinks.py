@@ -1,13 +1,79 @@
-"""The sinks that come with Ramify. The library of a sink is imported when the sink is opened."""
+"""The sinks that come with Ramify, and the samples they show. The library of a sink is imported when it is opened."""
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from ramify.launch.monitor.rollout_samples import COLUMNS, RolloutSample
+from ramify.env.task import compute_content_digest
 from ramify.rollout.evals.stats import format_score
+from ramify.run.store.image_labels import elide_data_urls, format_content, label_images
+from ramify.run.store.image_store import ImageStore
+from ramify.trace import Message, Trace
+
+COLUMNS = ("source", "task", "task_data", "rollout", "branch", "reward", "advantage", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSample:
+    """One branch of a rollout, as people read it."""
+
+    source: str
+    task: str
+    """The identity of the task."""
+    task_data: str
+    """The task itself, as JSON; images are labels."""
+    rollout: str
+    """The id of the rollout."""
+    branch: int
+    reward: float | None
+    advantage: float | None
+    messages: tuple[tuple[str, str], ...]
+    """(role, text) in order."""
+
+    @property
+    def row(self) -> tuple[str, str, str, str, int, float | None, float | None, str]:
+        """The values of COLUMNS."""
+        scores = (self.reward, self.advantage)
+        return (self.source, self.task, self.task_data, self.rollout, self.branch, *scores, self.text)
+
+    @property
+    def text(self) -> str:
+        """The conversation as one text."""
+        return "\n".join(f"[{role}] {text}" for role, text in self.messages)
+
+
+def build_samples(
+    trace: Trace, *, source: str, advantage: float | None = None, images: ImageStore | None = None
+) -> list[RolloutSample]:
+    """Return one sample for each branch of a rollout; `images` is the image store of its run."""
+    image_labels = label_images(trace, images)
+    task = str(trace.task.get("key") or compute_content_digest(trace.task)) if trace.task else ""
+    task_data = json.dumps(elide_data_urls(trace.task), ensure_ascii=False, default=str)
+    return [
+        RolloutSample(
+            source=source,
+            task=task,
+            task_data=task_data,
+            rollout=trace.id,
+            branch=index,
+            reward=trace.reward,
+            advantage=advantage,
+            messages=tuple((message.role, _format_message(message, image_labels)) for message in branch.messages),
+        )
+        for index, branch in enumerate(trace.branches)
+    ]
+
+
+def _format_message(message: Message, image_labels: Mapping[str, str]) -> str:
+    parts = [f"[reasoning] {message.reasoning}"] if message.reasoning else []
+    parts.append(format_content(message, image_labels))
+    parts += [f"[tool call] {call.name}({call.arguments})" for call in message.tool_calls]
+    return " ".join(part for part in parts if part)
+
 
 CONSOLE_METRICS = ("reward/all/mean", "train/loss", "train/grad_norm", "entropy", "mismatch_kl", "staleness/mean")
 MAX_SAMPLE_CHARS = 2000  # of a sample on the console
