@@ -13,8 +13,8 @@ from ramify.core.errors import ConfigInvalid, ProcessReplaced
 from ramify.launch.completion import FINISHED_KEY, mark_finished, prepare_run_directory
 from ramify.launch.execution import execute_plan
 from ramify.launch.head import check_newest_head, prepare_head, read_local_state
+from ramify.orchestrate.batches import get_top_logprobs_path
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.run.fencing.directory_store import DirectoryStore
 from ramify.run.store import RunStore, open_run
 from ramify.run.store.head_replication import HeadReplicator

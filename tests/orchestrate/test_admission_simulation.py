@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.orchestrate.admission import AdmissionControl, AdmissionLimits
-from ramify.orchestrate.attempt_queue import AttemptQueue, QueuedAttempt
+from ramify.orchestrate.group_tracker import AttemptQueue, QueuedAttempt
 
 
 @dataclass

@@ -10,10 +10,9 @@ from ramify.core.async_calls import cancel_all
 from ramify.core.errors import Failure, ModelUnsupported, RequestInvalid
 from ramify.env import plugin
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
-from ramify.orchestrate.connected_source import ConnectedSource
+from ramify.orchestrate.connected_source import ConnectedSource, TaskCache
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.progress import RunProgress
-from ramify.orchestrate.task_cache import TaskCache
 from ramify.rollout.envserver.messages import GroupScores, TaskItem, TaskPage
 from ramify.run.store.group_state import DropReason, GroupState
 from ramify.run.store.run_log import RunLog

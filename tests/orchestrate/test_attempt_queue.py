@@ -1,6 +1,6 @@
 """Attempts are dispatched retries first, then in the order of issue."""
 
-from ramify.orchestrate.attempt_queue import AttemptQueue, QueuedAttempt
+from ramify.orchestrate.group_tracker import AttemptQueue, QueuedAttempt
 
 
 def filled() -> AttemptQueue:

@@ -18,7 +18,7 @@ from ramify.orchestrate.address_book import write_addresses
 from ramify.orchestrate.background import measure_env_servers
 from ramify.orchestrate.components import RunComponents
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.startup_report import StartupReport
+from ramify.orchestrate.connections import StartupReport
 from ramify.orchestrate.status import build_state, list_waits
 from ramify.rollout.envserver import EnvServer, EnvServerConfig
 from ramify.run.state import OrchestratorState

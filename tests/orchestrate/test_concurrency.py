@@ -1,6 +1,6 @@
 """The limit of attempts in flight follows the load of the engines."""
 
-from ramify.orchestrate.concurrency import ConcurrencyLimiter
+from ramify.orchestrate.components import ConcurrencyLimiter
 
 
 def test_limit_grows_while_it_is_used_up_and_caches_have_room():

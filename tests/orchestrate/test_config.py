@@ -10,7 +10,7 @@ import pytest
 from ramify.core.config import dump_toml, parse
 from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate import AdmissionLimits, RunConfig
-from ramify.orchestrate.plugins import load_plugins
+from ramify.orchestrate.components import load_plugins
 from ramify.run.store.run_directory import compare_identities
 
 RUN = """

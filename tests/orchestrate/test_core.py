@@ -16,15 +16,20 @@ from hypothesis import strategies as st
 from ramify.core.errors import ConfigInvalid, DataCorrupt, Failure, OperationInvalid
 from ramify.env import plugin
 from ramify.orchestrate.admission import AdmissionLimits
-from ramify.orchestrate.algorithms import Algorithm, AlgorithmConfig
-from ramify.orchestrate.algorithms.base import annotate_advantage
+from ramify.orchestrate.algorithms import Algorithm, AlgorithmConfig, annotate_advantage
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.orchestrate.core import OrchestratorCore
-from ramify.orchestrate.curriculum import Curriculum, PoolsConfig, PoolsCurriculum, ShuffleConfig, ShuffleCurriculum
+from ramify.orchestrate.curriculum import (
+    Curriculum,
+    PoolsConfig,
+    PoolsCurriculum,
+    ShuffleConfig,
+    ShuffleCurriculum,
+    SourceMix,
+)
 from ramify.orchestrate.group_tracker import GroupProgress
 from ramify.orchestrate.reference_scores import NodeScore
 from ramify.orchestrate.scoring import ScoringRules
-from ramify.orchestrate.source_mix import SourceMix
 from ramify.run.store import RunStore
 from ramify.run.store.audit import audit
 from ramify.run.store.group_state import DropReason, GroupState

@@ -9,7 +9,7 @@ from ramify.core.errors import EngineIncompatible, ProviderError
 from ramify.infer.config import NamedModelConfig
 from ramify.model.render.tokenizer import Tokenizer
 from ramify.model.resolve import resolve_model_path
-from ramify.orchestrate.named_models import connect_model
+from ramify.orchestrate.connections import connect_model
 from tests.support.engine import ScriptedEngine
 
 TINY = resolve_model_path("tiny")

@@ -8,11 +8,10 @@ import pytest
 from ramify.env import plugin
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.core import OrchestratorCore
-from ramify.orchestrate.curriculum import PoolsConfig, PoolsCurriculum
+from ramify.orchestrate.curriculum import PoolsConfig, PoolsCurriculum, SourceMix
 from ramify.orchestrate.group_tracker import GroupProgress
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
-from ramify.orchestrate.source_mix import SourceMix
 from ramify.run.store import RunLog
 from ramify.run.store.audit import audit
 from ramify.run.store.group_state import DropReason, GroupState

@@ -11,9 +11,9 @@ from ramify.orchestrate.curriculum import (
     PoolsCurriculum,
     ShuffleConfig,
     ShuffleCurriculum,
+    SourceMix,
     build_curriculum,
 )
-from ramify.orchestrate.source_mix import SourceMix
 
 
 def round_trip(state):

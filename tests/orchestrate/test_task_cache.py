@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from ramify.orchestrate import task_cache as module
-from ramify.orchestrate.connected_source import ConnectedSource
-from ramify.orchestrate.task_cache import PAGE_SIZE, TaskCache
+from ramify.orchestrate import connected_source as module
+from ramify.orchestrate.connected_source import PAGE_SIZE, ConnectedSource, TaskCache
 from ramify.rollout.envserver.messages import TaskItem, TaskPage
 from ramify.run.store.environments import ObservedEnvironment, find_changes, record_environments
 

@@ -9,11 +9,10 @@ from ramify.core.errors import Failure
 from ramify.env import plugin
 from ramify.infer.client.engine_adapter import WeightUpdateAck
 from ramify.orchestrate.admission import AdmissionLimits
-from ramify.orchestrate.attempt_queue import QueuedAttempt
 from ramify.orchestrate.core import OrchestratorCore
-from ramify.orchestrate.curriculum import ShuffleConfig, ShuffleCurriculum
+from ramify.orchestrate.curriculum import ShuffleConfig, ShuffleCurriculum, SourceMix
+from ramify.orchestrate.group_tracker import QueuedAttempt
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
-from ramify.orchestrate.source_mix import SourceMix
 from ramify.run.store.ledger import CommitRecord, GroupRecord, Ledger
 from ramify.trace.version import PolicyVersion
 from tests.support.traces import make_trace

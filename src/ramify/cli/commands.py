@@ -365,7 +365,7 @@ connects to `orchestrator.address`. Rerun the same command to resume the run. Ke
         },
         notes="""On several GPUs: torchrun --nproc-per-node N -m ramify trainer ... Keys, also if FILE describes a
 whole run:""",
-        extract="ramify.cli.run_parts:extract_trainer",
+        extract="ramify.launch.process_configs:extract_trainer",
     ),
     "serve": ConfigCommand(
         "serve a model over HTTP, with the native engine or vLLM",
@@ -377,7 +377,7 @@ whole run:""",
         },
         flags={"--dry-run": "print what would be served and where, then exit"},
         notes="Keys, also if FILE describes a whole run:",
-        extract="ramify.cli.run_parts:extract_server",
+        extract="ramify.launch.process_configs:extract_server",
     ),
     "env-server": ConfigCommand(
         "run the rollouts of one source in worker processes, for an orchestrator",
@@ -391,7 +391,7 @@ whole run:""",
         },
         flags={"--dry-run": "print what would be served and where, then exit"},
         notes="Keys, also if FILE describes a whole run:",
-        extract="ramify.cli.run_parts:extract_env_server",
+        extract="ramify.launch.process_configs:extract_env_server",
     ),
     "slurm": ConfigCommand(
         "write a Slurm batch script that runs rl on several nodes; --submit submits it",

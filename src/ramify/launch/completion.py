@@ -6,8 +6,8 @@ from typing import Any
 
 from ramify.core.errors import ConfigInvalid
 from ramify.core.interactive import run_coroutine
+from ramify.orchestrate.batches import get_top_logprobs_path
 from ramify.orchestrate.config import RunConfig
-from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.run.fencing.directory_store import DirectoryStore
 from ramify.run.store import RunStore, open_run

@@ -4,10 +4,13 @@
 run, derive the same configuration with these functions. Each returns only the keys that were set.
 """
 
+from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from ramify.core.config import Config
+from ramify.core.errors import ConfigInvalid
 from ramify.infer.config import ExternalConfig, NamedModelConfig, VLLMConfig
 from ramify.launch.machine import HOST, list_visible_gpus, uses_gpu
 from ramify.orchestrate.config import RunConfig, TrainSourceConfig
@@ -139,3 +142,27 @@ def _dump_set_fields(section: Config) -> ConfigTable:
     """Return the keys of a section that were set, and the key that selects its variant."""
     tags = {tag: getattr(section, tag) for tag in ("type", "engine") if hasattr(section, tag)}
     return {**tags, **section.model_dump(mode="json", exclude_unset=True)}
+
+
+def extract_server(config: RunConfig, _flags: Namespace, _args: Sequence[str]) -> dict[str, Any]:
+    """Return the engine's part of a run's configuration."""
+    return build_serve_config(config)
+
+
+def extract_trainer(config: RunConfig, flags: Namespace, _args: Sequence[str]) -> dict[str, Any]:
+    """Return the trainer's part of a run's configuration; without an orchestrator if a recording is replayed."""
+    part = build_trainer_config(config)
+    return {**part, "address": None} if flags.replay else part
+
+
+def extract_env_server(config: RunConfig, _flags: Namespace, args: Sequence[str]) -> dict[str, Any]:
+    """Return the part of one source of a run's configuration."""
+    sources = (arg.partition("=")[2] or following for arg, following in zip(args, [*args[1:], ""]) if _is_source(arg))
+    table = build_env_server_config(config, next(sources, None))
+    if "inference" not in table and not any(arg.startswith("--inference") for arg in args):
+        raise ConfigInvalid("the run starts its own engine; give its address with -b URL", key="inference")
+    return table
+
+
+def _is_source(arg: str) -> bool:
+    return arg.partition("=")[0] == "--source"

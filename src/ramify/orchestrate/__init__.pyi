@@ -2,12 +2,12 @@ from .admission import AdmissionControl as AdmissionControl
 from .admission import AdmissionLimits as AdmissionLimits
 from .algorithms import Algorithm as Algorithm
 from .algorithms import AlgorithmConfig as AlgorithmConfig
-from .attempt_queue import AttemptQueue as AttemptQueue
 from .batches import BatchGroup as BatchGroup
-from .concurrency import ConcurrencyLimiter as ConcurrencyLimiter
+from .components import ConcurrencyLimiter as ConcurrencyLimiter
 from .config import RunConfig as RunConfig
 from .core import OrchestratorCore as OrchestratorCore
+from .curriculum import SourceMix as SourceMix
 from .filters import Filter as Filter
 from .filters import FilterConfig as FilterConfig
+from .group_tracker import AttemptQueue as AttemptQueue
 from .group_tracker import GroupTracker as GroupTracker
-from .source_mix import SourceMix as SourceMix

@@ -12,10 +12,9 @@ from typing import Any
 from ramify.core.errors import EnvironmentChanged, Failure, ModelUnsupported, RamifyError
 from ramify.core.seeds import derive_seed
 from ramify.env.task import compute_content_digest
-from ramify.orchestrate.attempt_queue import QueuedAttempt
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore, format_failure
-from ramify.orchestrate.group_tracker import GroupProgress, list_system_failures
+from ramify.orchestrate.group_tracker import GroupProgress, QueuedAttempt, list_system_failures
 from ramify.orchestrate.reference_scores import ReferenceScorer
 from ramify.orchestrate.scoring import build_rollout_id
 from ramify.run.store.group_state import DropReason

@@ -15,15 +15,13 @@ from ramify.core.async_calls import call_storage
 from ramify.core.errors import EnvironmentFault, Failure, RunStalled
 from ramify.infer.client import InferenceClient
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
-from ramify.orchestrate.components import RunComponents
-from ramify.orchestrate.concurrency import ConcurrencyLimiter
+from ramify.orchestrate.components import ConcurrencyLimiter, RunComponents
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.patience import has_trainable_group
-from ramify.orchestrate.progress import RunProgress
+from ramify.orchestrate.progress import RunProgress, UtilizationMeter
 from ramify.orchestrate.status import build_state, list_waits
 from ramify.orchestrate.trainer_service import TrainerService
-from ramify.orchestrate.utilization import UtilizationMeter
 from ramify.rollout.evals.stats import format_score
 from ramify.run.state import OrchestratorState
 from ramify.run.store.ledger import BatchRecord

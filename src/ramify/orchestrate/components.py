@@ -10,27 +10,29 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ramify.core.errors import ConfigInvalid, EngineIncompatible, Failure
+from ramify.env import plugin
 from ramify.infer.config import ExternalConfig
 from ramify.model.resolve import read_vocab_size, resolve_model_path
+from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
-from ramify.orchestrate.concurrency import ConcurrencyLimiter
+from ramify.orchestrate.batches import get_top_logprobs_path
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.connected_source import ConnectedSource
-from ramify.orchestrate.connections import RunConnections
+from ramify.orchestrate.connections import REPORT_INTERVAL, RunConnections, StartupReport
 from ramify.orchestrate.core import OrchestratorCore, check_task_counts
+from ramify.orchestrate.curriculum import SourceMix, build_curriculum
+from ramify.orchestrate.filters import Filter
 from ramify.orchestrate.normalization import LossNormalization
 from ramify.orchestrate.online_evals import OnlineEvaluator
 from ramify.orchestrate.patience import DEFAULT_PATIENCE, PatienceSettings
-from ramify.orchestrate.plugins import RunPlugins, build_source_mix, load_plugins
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.reference_scores import ReferenceScorer
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
-from ramify.orchestrate.startup_report import REPORT_INTERVAL, StartupReport
-from ramify.orchestrate.top_logprobs import get_top_logprobs_path
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.rollout.evals.stats import format_score
@@ -49,6 +51,61 @@ from ramify.run.store.head_replication import HeadReplicator
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlugins:
+    """The plugins that turn the traces of a group into annotations."""
+
+    algorithms: dict[str, Algorithm]  # by source name
+    filters: tuple[Filter, ...]
+
+
+def load_plugins(config: RunConfig) -> RunPlugins:
+    """Load every algorithm and filter. Raises ConfigInvalid with all wrong keys."""
+    plugins: list[Any] = [plugin_class(table) for plugin_class, table in plugin.resolve_plugins(config.plugin_tables)]
+    algorithms = dict(zip([source.source_name for source in config.train], plugins))
+    return RunPlugins(algorithms, tuple(plugins[len(config.train) :]))
+
+
+def build_source_mix(config: RunConfig, task_counts: dict[str, int | None]) -> SourceMix:
+    """Build the mix of the train sources, given the number of tasks of each (None: unbounded)."""
+    sources = {source.source_name: source for source in config.train}
+    curricula = {
+        name: build_curriculum(source.curriculum, task_counts[name], f"{config.seed}:{name}")
+        for name, source in sources.items()
+    }
+    return SourceMix({name: source.ratio for name, source in sources.items()}, curricula)
+
+
+LOW_KV_USAGE, HIGH_KV_USAGE = 0.8, 0.95  # fractions of the KV cache in use
+INCREASE_FACTOR, DECREASE_FACTOR = 1.1, 0.75
+
+
+class ConcurrencyLimiter:
+    """A limit of the attempts in flight, between `min_limit` and `max_limit`, that follows the load of the engines.
+
+    Too few attempts leave an engine idle; too many make it preempt requests, or queue them until they are stale. The
+    limit grows slowly while it is used up and the KV caches have room, and shrinks by a factor as soon as a cache is
+    full or requests queue.
+    """
+
+    def __init__(self, min_limit: int, max_limit: int) -> None:
+        self.min_limit, self.max_limit, self.limit = min_limit, max_limit, max_limit
+
+    def update(self, *, kv_usage: float, queued: int, num_in_flight: int) -> int:
+        """Adapt the limit to the load that was measured with `num_in_flight` attempts, and return it.
+
+        `kv_usage` is the highest usage of the KV cache of any engine, `queued` the number of queued requests of all.
+        """
+        is_queueing = queued > max(1, num_in_flight // 8)
+        if kv_usage > HIGH_KV_USAGE or is_queueing:
+            # Start from the number in flight if it is below the limit: an unused limit carries no information.
+            self.limit = max(self.min_limit, int(min(self.limit, max(num_in_flight, 1)) * DECREASE_FACTOR))
+        elif kv_usage < LOW_KV_USAGE and queued == 0 and num_in_flight >= self.limit:
+            self.limit = min(self.max_limit, max(self.limit + 1, int(self.limit * INCREASE_FACTOR)))
+        return self.limit
+
 
 RUN_ID_KEY = "run_id"  # of the id among the facts of the store
 READER_TIMEOUT = 30.0  # seconds to wait for commands that read the run (`why`, `show`, `export`)

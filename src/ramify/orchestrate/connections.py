@@ -1,20 +1,151 @@
 """What an orchestrator is connected to: engines, other models and env servers, at addresses that may change."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
-from ramify.core.errors import Failure
+from ramify.core.async_calls import cancel_all, fail_after
+from ramify.core.errors import EngineIncompatible, Failure, ProviderError, RamifyError, RequestInvalid
 from ramify.infer.client import ClientConfig, InferenceClient
+from ramify.infer.client.generate_api import decode_json
+from ramify.infer.client.http_client import HttpClient, RequestFailed, send_request
+from ramify.infer.config import NamedModelConfig
+from ramify.model.render.tokenizer import Tokenizer
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.address_book import INFERENCE_KEY, AddressBook, get_env_key, get_model_key
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 from ramify.orchestrate.connected_source import ConnectedSource, build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
-from ramify.orchestrate.named_models import connect_model
 from ramify.orchestrate.reference_scores import ScoreModel
-from ramify.orchestrate.startup_report import StartupReport
 from ramify.rollout.envserver.messages import AddressUpdate
+from ramify.run.state import OrchestratorState, RunPhase, Wait
+from ramify.run.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
+
+REPORT_INTERVAL = 5.0  # seconds
+
+
+class StartupReport:
+    """The waits of an orchestrator that starts: in its log, in the run's events and in its state.
+
+    The status server starts after all connections, so until then `ramify why` and the launcher read the file.
+    `committed` is the step at which it starts. A wait is reported after `interval` seconds, and again after each
+    further interval.
+    """
+
+    def __init__(
+        self, config: RunConfig, run_log: RunLog, committed: int, *, interval: float = REPORT_INTERVAL
+    ) -> None:
+        self._config, self._run_log, self._committed, self._interval = config, run_log, committed, interval
+
+    @contextlib.asynccontextmanager
+    async def waiting_for(self, what: str, timeout: float | None = None) -> AsyncGenerator[None]:
+        """Report `what` as long as the block runs, and after it if it raises; a short wait is not logged.
+
+        `timeout` is the seconds that the wait may take; None if only its parts have timeouts.
+        """
+        self._write_state(Wait("orchestrator", what, 0.0, timeout))
+        task = asyncio.create_task(self._report(what, timeout), name=f"report of the wait for {what}")
+        try:
+            yield
+        finally:
+            await cancel_all([task])
+        self._write_state()  # if the block has raised, `ramify why` still finds what it waited for
+
+    async def _report(self, what: str, timeout: float | None) -> None:
+        started_at, is_logged = time.monotonic(), False
+        while True:
+            await asyncio.sleep(self._interval)
+            seconds = time.monotonic() - started_at
+            self._write_state(Wait("orchestrator", what, round(seconds, 1), timeout))
+            if not is_logged:
+                is_logged = True
+                limit = "" if timeout is None else f" of {timeout:g} s"
+                print(f"waiting for {what}: {seconds:.0f} s{limit}", flush=True)
+                self._run_log.log_event("waiting", what=what, timeout=timeout)
+
+    def _write_state(self, *waits: Wait) -> None:
+        config = self._config
+        with contextlib.suppress(OSError):  # a full disk is reported by the store, not here
+            OrchestratorState(
+                run=str(config.path),
+                step=self._committed,
+                max_steps=config.max_steps,
+                state=RunPhase.STARTING,
+                waits=list(waits),
+            ).write(config.path)
+
+
+PROBE_TIMEOUT = 60.0  # seconds for a server to tokenize a text
+PROBE_TEXT = "The 13 quick foxes jump.\n\tdef f(x): return {x: 'naïve', 2**10}  # <b>北京</b> 🙂 élan ©"
+
+
+async def connect_model(
+    name: str,
+    config: NamedModelConfig,
+    model_dir: Path,
+    stack: AsyncExitStack,
+    *,
+    timeout: float,
+    must_score: bool,
+    top_k: int = 0,
+    address_book: AddressBook | None = None,
+) -> InferenceClient:
+    """Connect to the servers of a model, and check that its tokens are those of the model in `model_dir`.
+
+    With `must_score`, they must return logprobs of prompts too, and the `top_k` likeliest tokens of each position. The
+    client follows the addresses in `address_book`. Raises ProviderError if no server answers within `timeout` seconds,
+    or EngineIncompatible.
+    """
+    client = InferenceClient(config.base_url, ClientConfig(server_wait_timeout=timeout))
+    if address_book is not None:
+        address_book.subscribe(get_model_key(name), client.set_urls)
+    try:
+        await stack.enter_async_context(client)
+        tokenizer = Tokenizer(model_dir)
+        for url in client.joined_urls:
+            await check_tokenizer(url, tokenizer)
+        token_ids = tokenizer.encode(PROBE_TEXT).ids.tolist()
+        if must_score and top_k:
+            await client.score_top(token_ids, top_k, timeout=PROBE_TIMEOUT, start=1)
+        elif must_score:
+            await client.score(token_ids, timeout=PROBE_TIMEOUT, start=1)
+    except RamifyError as error:
+        raise type(error)(f"models.{name}: {error.message}") from error
+    return client
+
+
+async def check_tokenizer(url: str, tokenizer: Tokenizer) -> None:
+    """Raise EngineIncompatible unless a server tokenizes as `tokenizer` does: a text, and every added token."""
+    for text in (PROBE_TEXT, "".join(tokenizer.added_tokens)):
+        expected, actual = tokenizer.encode(text).ids.tolist(), await _tokenize(url, text)
+        if actual != expected:
+            difference = next((i for i, pair in enumerate(zip(actual, expected)) if pair[0] != pair[1]), len(actual))
+            raise EngineIncompatible(
+                f"{url} has another tokenizer than {tokenizer.name}: they tokenize {text[:24]!r}... differently from "
+                f"token {difference} on; use a model with the policy's tokenizer"
+            )
+
+
+async def _tokenize(url: str, text: str) -> list[int]:
+    body = {"prompt": text, "add_special_tokens": False}
+    try:
+        async with (
+            fail_after(PROBE_TIMEOUT, f"{url}/tokenize"),
+            HttpClient(url, connect_timeout=PROBE_TIMEOUT, max_connections=1) as http,
+        ):
+            reply = decode_json(await send_request(http, "POST", "/tokenize", body), dict[str, Any], url)
+            return [int(token_id) for token_id in reply["tokens"]]
+    except RequestFailed as error:
+        raise ProviderError(str(error)) from error
+    except (ProviderError, RequestInvalid, KeyError, TypeError, ValueError) as error:
+        raise EngineIncompatible(
+            f"{url} does not tokenize a text, so tokenizers cannot be compared: {error}"
+        ) from error
 
 
 class RunConnections:

@@ -18,20 +18,28 @@ from typing import Any
 
 from ramify.core.errors import ConfigInvalid, Failure, OperationInvalid
 from ramify.orchestrate.admission import AdmissionControl, AdmissionLimits
-from ramify.orchestrate.attempt_queue import AttemptQueue, QueuedAttempt
-from ramify.orchestrate.batches import BatchGroup, encode_batch, normalize_groups, rebuild_forests
+from ramify.orchestrate.batches import (
+    BatchGroup,
+    encode_batch,
+    normalize_groups,
+    read_top_logprobs,
+    rebuild_forests,
+    remove_top_logprobs,
+    write_top_logprobs,
+)
+from ramify.orchestrate.curriculum import SourceMix
 from ramify.orchestrate.group_tracker import (
     MISSING_REWARD,
     AttemptOutcome,
+    AttemptQueue,
     GroupProgress,
     GroupTracker,
+    QueuedAttempt,
     list_system_failures,
 )
 from ramify.orchestrate.patience import PatienceCounter
 from ramify.orchestrate.reference_scores import NodeScores, decode_scores, encode_scores, uses_top_logprobs
 from ramify.orchestrate.scoring import ScoredGroup, ScoringRules, SourceSpec, build_rollout_id, score_complete_group
-from ramify.orchestrate.source_mix import SourceMix
-from ramify.orchestrate.top_logprobs import read_top_logprobs, remove_top_logprobs, write_top_logprobs
 from ramify.run.store import RolloutRecord
 from ramify.run.store.group_state import DropReason, GroupState
 from ramify.run.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger, LedgerProgress

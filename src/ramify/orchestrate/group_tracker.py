@@ -1,18 +1,69 @@
-"""The state of one group: complete when every attempt has an episode or was dropped after system failures.
+"""The state of one group, and the queue of attempts to dispatch.
 
-A failure of the policy is a result like any other. After a failure of the system, or if a reward is missing, an attempt
-says nothing about the policy: it is retried a few times and then dropped. A group with fewer than `min_group_size`
-attempts left has nothing to compare and is dropped. A state machine without clock or I/O.
+A group is complete when every attempt has an episode or was dropped after system failures. A failure of the policy is a
+result like any other. After a failure of the system, or if a reward is missing, an attempt says nothing about the
+policy: it is retried a few times and then dropped. A group with fewer than `min_group_size` attempts left has nothing
+to compare and is dropped. State machines without clock or I/O.
 
     attempt:  in flight --> kept | retried (in flight again) | dropped
     group:    open --> complete | too few
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 from ramify.core.errors import Failure
 from ramify.trace import Trace
+
+
+class QueuedAttempt(NamedTuple):
+    """An attempt to dispatch."""
+
+    group: int
+    attempt: int
+
+
+class AttemptQueue:
+    """Attempts that wait, retries first and then in the order of issue, and those in flight."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[bool, int, int]] = []  # heap of (is first try, group, attempt)
+        self._in_flight: set[tuple[int, int]] = set()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of attempts that were popped and are not done."""
+        return len(self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of attempts in the queue."""
+        return len(self._waiting)
+
+    def push(self, group: int, attempt: int, *, is_retry: bool = False) -> None:
+        """Queue an attempt."""
+        heapq.heappush(self._waiting, (not is_retry, group, attempt))
+
+    def pop(self, limit: int, can_dispatch: Callable[[int], bool] = lambda group: True) -> QueuedAttempt | None:
+        """Return the next attempt; None if `limit` are in flight or its group may not be dispatched."""
+        if not self._waiting or self.num_in_flight >= limit or not can_dispatch(self._waiting[0][1]):
+            return None
+        _, group, attempt = heapq.heappop(self._waiting)
+        self._in_flight.add((group, attempt))
+        return QueuedAttempt(group, attempt)
+
+    def mark_done(self, group: int, attempt: int) -> None:
+        """Record that an attempt is no longer in flight, however it ended."""
+        self._in_flight.discard((group, attempt))
+
+    def remove_group(self, group: int) -> None:
+        """Forget all attempts of a group, waiting and in flight."""
+        self._waiting = [entry for entry in self._waiting if entry[1] != group]
+        heapq.heapify(self._waiting)
+        self._in_flight = {key for key in self._in_flight if key[0] != group}
+
 
 MISSING_REWARD = Failure("EnvironmentFault", "a reward is missing", "system", True)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from ramify.core.errors import Failure, PeerLost, StorageFull
 from ramify.orchestrate.batches import split_by_rank
 from ramify.orchestrate.core import OrchestratorCore
-from ramify.orchestrate.progress import RunProgress
-from ramify.orchestrate.utilization import TrainedStep
+from ramify.orchestrate.progress import RunProgress, TrainedStep
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.processes.wire import IncomingRequest, WireMessage
 from ramify.run.fencing.token import FencingToken, TokenGate, check_token

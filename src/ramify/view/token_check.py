@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ramify.orchestrate.batches import rebuild_forests
-from ramify.orchestrate.top_logprobs import read_top_logprobs
+from ramify.orchestrate.batches import read_top_logprobs, rebuild_forests
 from ramify.run.store import Ledger, RunStore
 from ramify.trace import Forest, Trace
 

@@ -10,7 +10,7 @@ import ramify as rf
 from ramify.core.errors import ConfigInvalid
 from ramify.infer.dialects.model_call import SUMMARY_REQUEST
 from ramify.infer.gateway import TokenPolicy
-from ramify.orchestrate.algorithms.base import get_trainable_nodes
+from ramify.orchestrate.algorithms import get_trainable_nodes
 from ramify.rollout import run_attempt
 from ramify.rollout.harness.chat import CONTINUE_REQUEST, EMPTY_SUMMARY, OMITTED_RESULT
 from ramify.rollout.validation import ScriptedPolicy

@@ -5,7 +5,7 @@ import pytest
 import ramify as rf
 from ramify.cli.app import main
 from ramify.core.errors import ConfigInvalid, ProviderError
-from ramify.orchestrate.algorithms.base import get_trainable_nodes
+from ramify.orchestrate.algorithms import get_trainable_nodes
 from ramify.rollout import Environment, SourceConfig
 from ramify.rollout.harness.rlm import extract_final
 from ramify.run.store import RolloutRecord, RunStore

@@ -93,7 +93,7 @@ async def test_named_paths_are_readable_and_no_others(tmp_path):
     result = await run_in_sandbox(
         f"tool; {tmp_path}/agent/tool; echo x > /agent/tool; ls {tmp_path}",
         read_only=[f"{tmp_path}/agent:/agent", f"{tmp_path}/agent/tool"],
-        path=["/agent"],
+        prepend_path=["/agent"],
     )
     assert result.text.split() == ["agent", "agent", "agent"]
     assert b"Read-only file system" in result.stderr
@@ -122,7 +122,7 @@ async def test_programs_are_found_in_the_configured_path():
         await runtime.run("chmod +x bin/hello", timeout=20)
         return await runtime.run(["hello"], timeout=20)
 
-    result = await run_with_runtime("sandbox", test, path=[f"{bwrap.WORK_DIR}/bin"])
+    result = await run_with_runtime("sandbox", test, prepend_path=[f"{bwrap.WORK_DIR}/bin"])
     assert (result.returncode, result.text) == (0, "hello\n")
 
 

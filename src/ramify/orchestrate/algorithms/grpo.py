@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from ramify.orchestrate.algorithms.base import (
+from ramify.orchestrate.algorithms import (
     Algorithm,
     AlgorithmConfig,
     FloatArray,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from ramify.orchestrate.algorithms.base import Algorithm, AlgorithmConfig, get_trainable_nodes
+from ramify.orchestrate.algorithms import Algorithm, AlgorithmConfig, get_trainable_nodes
 from ramify.run.store.group_state import DropReason
 from ramify.trace import Annotation, Trace
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ramify.orchestrate.algorithms.base import Algorithm, FloatArray, get_trainable_nodes, group_by_agent
+from ramify.orchestrate.algorithms import Algorithm, FloatArray, get_trainable_nodes, group_by_agent
 from ramify.trace import Annotation, Trace
 from ramify.trace.header import TURN_REWARDS_KEY
 

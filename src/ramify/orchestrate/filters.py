@@ -1,4 +1,8 @@
-"""The interface of a filter, and its application to a group."""
+"""Filters detect rollouts that should not be trained on, after the algorithm has annotated them.
+
+In `monitor` mode a filter only counts. In `enforce` mode a rollout that it fires on loses its annotations, and a group
+without annotations is dropped. A plugin subclasses `Filter` and is named in the configuration like any plugin.
+"""
 
 import math
 from collections import defaultdict
@@ -11,7 +15,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from ramify.core.config import Config
-from ramify.orchestrate.algorithms.base import get_trainable_nodes
+from ramify.orchestrate.algorithms import get_trainable_nodes
 from ramify.trace import Annotation, Trace
 
 
