@@ -6,7 +6,7 @@ from typing import Any
 
 import ramify as rf
 from ramify.infer.dialects.model_call import ModelRequest
-from ramify.rollout.harness.initial_messages import build_initial_messages
+from ramify.rollout.harness.base import build_initial_messages
 
 P99_OVER_MEDIAN = 8
 SIGMA = math.log(P99_OVER_MEDIAN) / 2.326  # of a log-normal distribution with this 99th percentile

@@ -6,7 +6,7 @@ from PIL import Image
 import ramify as rf
 from ramify.core.errors import EnvironmentFault, OperationInvalid
 from ramify.env.tools import Tool
-from ramify.rollout.harness.initial_messages import build_initial_messages
+from ramify.rollout.harness.base import build_initial_messages
 from ramify.trace import Media, MediaPart, TextPart
 from tests.support.images import data_url, make_media
 from tests.support.rollout_context import make_context, run

@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.core.errors import ConfigInvalid
-from ramify.infer.block import Block
-from ramify.infer.block_pool import BlockPool
+from ramify.infer.block_pool import BlockPool, StateSlots
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.metrics import EngineCounters
-from ramify.infer.request import EngineRequest, SamplingParams
+from ramify.infer.request import Block, EngineRequest, SamplingParams
 from ramify.infer.scheduler import Scheduler
-from ramify.infer.state_slots import StateSlots
 from ramify.model.weights import stage_weights
 from ramify.trace.version import PolicyVersion
 from tests.support.models import build_core, publish_as, reference, run, sampled_ids, scores, write_qwen3_next

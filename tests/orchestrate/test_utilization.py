@@ -2,7 +2,7 @@
 
 import pytest
 
-from ramify.infer.client.engine_load import EngineLoad, parse_load
+from ramify.infer.client.replica import EngineLoad, parse_load
 from ramify.orchestrate.progress import TrainedStep, UtilizationMeter
 
 TRAINING = {"train/mfu": 0.4, "train/seconds": 0.5}  # 0.2 s at the peak

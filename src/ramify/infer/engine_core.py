@@ -22,7 +22,7 @@ from ramify.core.errors import (
     QueueFull,
     RequestInvalid,
 )
-from ramify.infer.block_pool import BlockPool
+from ramify.infer.block_pool import BlockPool, StateSlots
 from ramify.infer.config import EngineConfig
 from ramify.infer.cuda_runner import CudaModelRunner
 from ramify.infer.grammar import GrammarState
@@ -33,7 +33,6 @@ from ramify.infer.model_runner import ModelRunner, count_logit_rows
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.sampler import compute_top_logprobs, sample_tokens
 from ramify.infer.scheduler import ScheduledChunk, Scheduler
-from ramify.infer.state_slots import StateSlots
 from ramify.infer.step_work import build_step_work
 from ramify.model.load import LoadedModel
 from ramify.model.logprob_check import compute_logprobs

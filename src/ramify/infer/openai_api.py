@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ramify.core.errors import RequestInvalid
-from ramify.infer.control_api import check_model_name
+from ramify.infer.control_api import check_model_name, encode_prompts, load_images, render_chat, require_renderer
 from ramify.infer.dialects.chat_format import continues_final_message, format_envelope, format_usage, parse_messages
 from ramify.infer.dialects.http_format import decode_body
 from ramify.infer.dialects.structured_output import forbids_calls, parse_constraint
@@ -22,7 +22,6 @@ from ramify.infer.engine import Engine, RequestStream
 from ramify.infer.generate_api import format_prompt_logprobs
 from ramify.infer.grammar import GrammarCompiler, GrammarState
 from ramify.infer.images import ImageReference
-from ramify.infer.prompts import encode_prompts, load_images, render_chat, require_renderer
 from ramify.infer.request import RequestOutput
 from ramify.infer.request_bodies import ChatBody, CompletionBody, OpenAIBody
 from ramify.infer.response_formatters import (

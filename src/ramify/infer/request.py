@@ -23,9 +23,26 @@ from ramify.trace.version import PolicyVersion
 if TYPE_CHECKING:
     import numpy as np
 
-    from ramify.infer.block import Block
     from ramify.infer.grammar import GrammarState
     from ramify.infer.images import EngineImage
+
+
+class Block:
+    """One block of the KV cache: its id, how many requests hold it, and its place in the tree of cached prefixes."""
+
+    __slots__ = ("block_id", "children", "parent", "ref_count", "token_key")
+
+    def __init__(self, block_id: int, token_key: Hashable = None) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.parent: Block | None = None
+        self.token_key = token_key
+        self.children: dict[Hashable, Block] = {}
+
+    def detach(self) -> None:
+        """Forget the place in the tree."""
+        self.parent, self.token_key, self.children = None, None, {}
+
 
 MIN_TEMPERATURE = 1e-6
 MAX_LOGIT_BIAS = 1e6  # divided by the smallest temperature it is still finite in float32

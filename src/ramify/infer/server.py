@@ -8,10 +8,14 @@ import asyncio
 import gc
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import msgspec
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -21,18 +25,96 @@ from starlette.routing import Route
 
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import ConfigInvalid, PortTaken, RamifyError
-from ramify.infer import control_api, dialect_api
+from ramify.infer import control_api
+from ramify.infer.client import ClientSampling, Completion
+from ramify.infer.client.generate_api import GenerateRequest, RequestImage
+from ramify.infer.client.stall_clock import StallClock
 from ramify.infer.config import ServerConfig
 from ramify.infer.control_api import detokenize, tokenize, tokenizer_info
 from ramify.infer.dialects.http_format import format_openai_error
+from ramify.infer.dialects.response_store import ResponseStore
 from ramify.infer.engine import Engine
-from ramify.infer.generate_api import generate, upload_image
+from ramify.infer.gateway import RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy
+from ramify.infer.gateway.server import build_dialect_routes
+from ramify.infer.generate_api import build_sample_requests, generate, upload_image
 from ramify.infer.grammar import GrammarCompiler
+from ramify.infer.images import ImageReference
 from ramify.infer.openai_api import create_chat_completion, create_completion
-from ramify.infer.streaming import build_error_body, get_status
+from ramify.infer.request_bodies import GenerateBody
+from ramify.infer.streaming import build_error_body, get_status, submit_all
 from ramify.model.render import Renderer
 from ramify.processes.wire.browser_guard import BrowserGuard
 from ramify.processes.wire.http_server import HttpServer
+from ramify.trace import Trace, Usage, VersionRun
+
+DIALECT_PATHS = ("/responses", "/conversations", "/messages")
+KEEPALIVE_INTERVAL = 5.0  # seconds between the keepalives of a stream that waits for its reply
+
+
+class EngineTokenClient:
+    """The token client of an engine in this process."""
+
+    def __init__(self, engine: Engine, compiler: GrammarCompiler | None) -> None:
+        self._engine, self._compiler = engine, compiler
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: ClientSampling,
+        *,
+        session: str | None = None,
+        timeout: float = 600.0,
+        clock: StallClock | None = None,
+        images: Sequence[RequestImage] = (),
+    ) -> Completion:
+        """Sample tokens after `prompt` within `timeout` seconds. A cancelled call is cancelled in the engine too."""
+        body = msgspec.convert(GenerateRequest(prompt, sampling).to_dict(), GenerateBody)
+        loaded = [ImageReference(image.hash, image.start, image.stop, await image.load()) for image in images]
+        requests = await build_sample_requests(body, self._engine, tuple(loaded), self._compiler)
+        (stream,) = submit_all(self._engine, requests, timeout=timeout, incremental=False)
+        try:
+            output = await stream.result()
+        finally:
+            stream.cancel()
+        assert output.finish_reason is not None
+        return Completion(
+            np.array(output.token_ids, np.int32),
+            np.array(output.logprobs, np.float32),
+            tuple(VersionRun(*version, count) for version, count in output.version_runs),
+            output.finish_reason,
+            Usage(len(prompt), len(output.token_ids), output.num_cached_tokens),
+            "the engine",
+        )
+
+
+def build_engine_dialect_routes(
+    engine: Engine, *, name: str, renderer: Renderer, compiler: GrammarCompiler | None, timeout: float
+) -> list[Route]:
+    """Return the routes `/v1/responses` and `/v1/messages`: the gateway's dialects over the engine of this process.
+
+    A request is the only call of a session, whose trace is discarded with the response. Only the replies that the
+    Responses API may refer to are kept.
+    """
+    max_model_len = engine.core.max_model_len
+    policy = TokenPolicy(EngineTokenClient(engine, compiler), renderer, name, max_model_len=max_model_len)
+    store = ResponseStore(keeps_messages=True)
+
+    def open_session(_: HttpRequest) -> RolloutSession:
+        return RolloutSession(
+            Trace(id=uuid4().hex),
+            policy,
+            sampling=SamplingConfig(),
+            limits=RolloutLimits(),
+            models={Path(name).name: policy},
+            serves_any_model=False,
+            response_store=store,
+            call_timeout=timeout,
+            reconnect_timeout=0.0,
+        )
+
+    routes = build_dialect_routes(open_session, KEEPALIVE_INTERVAL)
+    return [route for route in routes if route.path.replace("/v1", "").startswith(DIALECT_PATHS)]
+
 
 CONTROL_PATHS = ("/pause", "/resume", "/update_weights")
 ERROR_TYPES = {404: "not_found_error", 405: "method_not_allowed"}
@@ -66,7 +148,7 @@ def build_app(engine: Engine, *, name: str, renderer: Renderer | None = None, ti
     routes.append(Route("/inference/v1/images/{hash}", partial(upload_image, engine=engine), methods=["PUT"]))
     routes += [Route(path, handler, methods=["GET"]) for path, handler in get_routes.items()]
     if renderer is not None:
-        routes += dialect_api.build_routes(engine, name=name, renderer=renderer, **sample_arguments)
+        routes += build_engine_dialect_routes(engine, name=name, renderer=renderer, **sample_arguments)
     handlers: dict[Any, Any] = {
         RamifyError: _handle_ramify_error,
         ClientDisconnect: _handle_disconnect,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from ramify.core.errors import EnvironmentFault, Failure
-from ramify.infer.client.engine_load import EngineLoad
+from ramify.infer.client.replica import EngineLoad
 from ramify.rollout.evals.stats import safe_mean
 from ramify.run.state import EvalMetric, FailureEvent
 from ramify.run.store.ledger import GroupRecord

@@ -2,8 +2,8 @@ from .attempt import run_attempt as run_attempt
 from .config import SourceConfig as SourceConfig
 from .config import TimeoutsConfig as TimeoutsConfig
 from .environment import Environment as Environment
-from .retry import find_system_failure as find_system_failure
-from .retry import repeat_attempt as repeat_attempt
+from .scoring import find_system_failure as find_system_failure
+from .scoring import repeat_attempt as repeat_attempt
 from .scoring import score_group as score_group
 from .scoring import score_trace as score_trace
 from .validation import ScriptedPolicy as ScriptedPolicy

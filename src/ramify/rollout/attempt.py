@@ -35,11 +35,15 @@ from ramify.infer.gateway.main_calls import find_side_calls
 from ramify.infer.gateway.policy import Policy
 from ramify.infer.gateway.session import RolloutSession
 from ramify.rollout.environment import Environment
-from ramify.rollout.harness.initial_messages import get_user_prompt_texts
-from ramify.rollout.prepared_runtimes import RetryingRuntime
-from ramify.rollout.scoring import build_unscored_rewards, raise_environment_faults, score_trace
-from ramify.rollout.scoring_state import SCORING_STATE_KEY, save_state
-from ramify.rollout.task_commands import collect_outputs, run_task_commands
+from ramify.rollout.harness.base import get_user_prompt_texts
+from ramify.rollout.prepared_runtimes import RetryingRuntime, collect_outputs, run_task_commands
+from ramify.rollout.scoring import (
+    SCORING_STATE_KEY,
+    build_unscored_rewards,
+    raise_environment_faults,
+    save_state,
+    score_trace,
+)
 from ramify.trace import Episode, Trace
 from ramify.trace.plain_data import to_plain
 

@@ -23,7 +23,7 @@ from ramify.model.render.prompt_images import check_image_count, find_image_part
 from ramify.processes.interpreter import find_other_interpreter
 from ramify.rollout.config import SourceConfig
 from ramify.rollout.harness import Harness
-from ramify.rollout.harness.initial_messages import build_initial_messages
+from ramify.rollout.harness.base import build_initial_messages
 from ramify.rollout.prepared_runtimes import PreparedRuntimes
 from ramify.rollout.runtime.bwrap import describe_fallback
 

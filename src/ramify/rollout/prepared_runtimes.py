@@ -1,6 +1,6 @@
-"""Runtimes that are prepared before a rollout needs them, so that rollouts do not wait for a sandbox to start.
+"""The runtime of a rollout: prepared ahead, retried, and what is run in it and copied out of it around the agent.
 
-    take -> a prepared runtime if there is one, else a new one; another is prepared in the background
+    take -> a prepared runtime if there is one, else a new one; the pool prepares another in the background
 
 A runtime serves one rollout and is never returned. If preparing fails, the rollout that comes next prepares its own
 runtime and reports the failure.
@@ -8,13 +8,58 @@ runtime and reports the failure.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from ramify.core.async_calls import retry
+from ramify.core.errors import AgentFailed, EnvironmentFault
 from ramify.env import Runtime, RuntimeProcess, Task
 from ramify.env.runtime import Capabilities, CommandLine
+
+# The files that an agent leaves for its rewards: only those that the task declares as `outputs`.
+
+
+async def collect_outputs(runtime: Runtime, outputs: Sequence[str], target: Path) -> dict[str, str]:
+    """Copy the outputs from the agent's runtime into `target`; return those that are missing, with the reason.
+
+    What an agent did not write, made too large or replaced by a link is missing: it is the agent's result.
+    """
+    missing: dict[str, str] = {}
+    for path in outputs:
+        try:
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            await runtime.download(path, target / path)
+        except (AgentFailed, OSError, ValueError) as error:
+            missing[path] = f"{type(error).__name__}: {error}"
+            _remove_incomplete_copy(target / path)
+    return missing
+
+
+def _remove_incomplete_copy(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+MAX_REASON_CHARS = 1000
+
+
+async def run_task_commands(runtime: Runtime, field: str, commands: Sequence[str], timeout: float) -> None:
+    """Run command lines one after the other. Raises EnvironmentFault if one fails or takes `timeout` seconds.
+
+    - `field`: the field of the task that has the commands, for the error.
+    """
+    for index, command in enumerate(commands):
+        result = await runtime.run(command, timeout=timeout)
+        if result.timed_out:
+            raise EnvironmentFault(f"task.{field}[{index}] did not end in {timeout:g} s: {command}")
+        if result.returncode:
+            output = (result.stdout + result.stderr).decode("utf-8", "replace").strip()[-MAX_REASON_CHARS:]
+            raise EnvironmentFault(f"task.{field}[{index}] exited with {result.returncode}: {command}\n{output}")
+
 
 # A runtime wrapper that retries failed calls.
 #

@@ -1,13 +1,21 @@
 """Scoring: run the rewards and metrics of a rollout. A reward that fails stays None and does not affect the others.
 
-A missing reward is never 0: a policy must not be trained on failures of its environment.
+A missing reward is never 0: a policy must not be trained on failures of its environment. Whoever asked for an attempt
+repeats it after a system failure; env servers do not.
+
+The `state` that hooks share is saved as text, so that rewards can be computed again later. A reward may compare types
+(`state.position == (1, 2)`), so a state is saved exactly or not at all: values, lists, tuples, sets and dicts keep
+their types. Other objects are refused, since loading them would run code that may have changed.
 """
 
 import asyncio
+import base64
 import contextlib
+import json
 import random
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 from ramify.core.async_calls import fail_after
 from ramify.core.config.schema import is_list
@@ -18,6 +26,101 @@ from ramify.env.hook import is_current_task_cancelled
 from ramify.rollout.environment import Environment
 from ramify.trace import Trace
 from ramify.trace.header import TURN_REWARDS_KEY
+from ramify.trace.plain_data import MAX_DEPTH
+
+REWARD_MISSING = Failure("EnvironmentFault", "a reward did not run", "system", True)
+
+
+async def repeat_attempt(run: Callable[[], Awaitable[Sequence[Trace]]], env: Environment) -> Sequence[Trace]:
+    """Call `run`, which runs one attempt, until it ends without a system failure, at most `max_tries` times.
+
+    Returns the traces of the last try; `trace.info["tries"]` lists the failures of the tries before it.
+    """
+    failures: list[str] = []
+    while True:
+        traces = await run()
+        failure = next(filter(None, (find_system_failure(env, trace) for trace in traces)), None)
+        if failure is None or not failure.retryable or len(failures) + 1 >= env.source.max_tries:
+            break
+        failures.append(f"{failure.name}: {failure.message}")
+    if failures:
+        for trace in traces:
+            trace.info["tries"] = failures
+    return traces
+
+
+def find_system_failure(env: Environment, trace: Trace) -> Failure | None:
+    """Return why a trace says nothing about the policy (a system failure, or a reward that did not run), or None.
+
+    Group rewards do not count: they are computed later.
+    """
+    failure = next((error for error in trace.errors if error.blame == "system"), None)
+    if failure is None and any(trace.rewards.get(hook.name) is None for hook in env.hooks.rewards):
+        return REWARD_MISSING
+    return failure
+
+
+SCORING_STATE_KEY = "scoring_state"  # the key in the `info` of a trace: {"saved": text} or {"refused": reason}
+MAX_STATE_SIZE = 1_000_000  # characters and values of a saved state
+
+_SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def save_state(state: SimpleNamespace) -> str:
+    """Return the state as text. Raises OperationInvalid, which names the attribute that cannot be saved."""
+    tagger = _Tagger()
+    tagged = {name: tagger.tag(value, f"state.{name}") for name, value in vars(state).items()}
+    try:
+        return json.dumps(tagged)
+    except ValueError as error:  # an int with more digits than Python converts
+        raise OperationInvalid(f"state: {error}") from error
+
+
+def load_state(text: str) -> SimpleNamespace:
+    """Return the state that `save_state` saved."""
+    return SimpleNamespace(**{name: _untag(value) for name, value in json.loads(text).items()})
+
+
+class _Tagger:
+    """Converts values to JSON: containers to [type, content], bytes to base64. Refuses more than `MAX_STATE_SIZE`."""
+
+    def __init__(self) -> None:
+        self._size = 0
+
+    def tag(self, value: Any, location: str, depth: int = 0) -> Any:
+        if depth == MAX_DEPTH:
+            raise OperationInvalid(f"{location} is nested more than {MAX_DEPTH} deep")
+        kind = cast(type[Any], type(value))  # not isinstance: an instance of a subclass may have further attributes
+        self._size += 1 + (len(value) if kind in (str, bytes) else 0)
+        if self._size > MAX_STATE_SIZE:
+            raise OperationInvalid(f"state is larger than {MAX_STATE_SIZE:,} characters")
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is bytes:
+            return ["bytes", base64.b64encode(value).decode()]
+        if kind is dict:
+            items = [
+                (self.tag(key, location, depth + 1), self.tag(value[key], f"{location}[{key!r}]", depth + 1))
+                for key in value
+            ]
+            return ["dict", items]
+        if kind in _SEQUENCE_TYPES.values():
+            return [kind.__name__, [self.tag(item, f"{location}[{i}]", depth + 1) for i, item in enumerate(value)]]
+        raise OperationInvalid(
+            f"{location} is a {kind.__qualname__}, and only values, lists, tuples, sets and dicts are saved"
+        )
+
+
+def _untag(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content = cast(list[Any], value)
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind == "dict":
+        return {_untag(key): _untag(item) for key, item in content}
+    return _SEQUENCE_TYPES[kind](map(_untag, content))
+
 
 # Errors of an environment's code become failures with a name.
 

@@ -6,10 +6,9 @@ import re
 from rich.console import Console
 
 from ramify.core.errors import AgentFailed, Failure
-from ramify.rollout.evals.bounds import reward_bounds
 from ramify.rollout.evals.progress import group_rewards_by_task
 from ramify.rollout.evals.report import build_report, compute_scores
-from ramify.rollout.evals.stats import clustered_mean
+from ramify.rollout.evals.stats import clustered_mean, reward_bounds
 from ramify.run.store import RolloutRecord
 from ramify.run.store.summary import summarize_rollout
 from ramify.trace import Trace

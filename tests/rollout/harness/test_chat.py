@@ -6,7 +6,7 @@ import pytest
 
 import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
-from ramify.rollout.harness.initial_messages import build_initial_messages, join_prompt_text
+from ramify.rollout.harness.base import build_initial_messages, join_prompt_text
 from ramify.trace import Media, MediaPart, TextPart
 from tests.support.attempts import (
     TASK,

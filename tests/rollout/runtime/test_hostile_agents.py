@@ -15,7 +15,7 @@ from ramify.core.errors import AgentFailed, SandboxError
 from ramify.infer.gateway import Gateway
 from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
-from ramify.rollout.runtime.sandbox_channel import create_sealed_file
+from ramify.rollout.runtime.sandbox_process import create_sealed_file
 from ramify.trace import Trace
 from tests.rollout.runtime.conftest import open_runtime, skip_unless_available
 from tests.support.attempts import OneTask, error_names, load_env, run_one_async

@@ -21,7 +21,7 @@ from ramify.core.errors import AgentFailed, ConfigInvalid, SandboxError
 from ramify.env import Task
 from ramify.env.runtime import Capability, ResourceLimits
 from ramify.rollout.runtime import SandboxRuntime, SandboxRuntimeConfig, bwrap, cgroup, sandbox_init, sandbox_process
-from ramify.rollout.runtime.seccomp import ALLOW, ARCHITECTURES, FAIL, build_seccomp_filter, read_allowed_calls
+from ramify.rollout.runtime.bwrap import ALLOW, ARCHITECTURES, FAIL, build_seccomp_filter, read_allowed_calls
 from tests.rollout.runtime.conftest import make_ended_owner_name, open_runtime, run_with_runtime, skip_unless_available
 
 pytestmark = [pytest.mark.process, pytest.mark.promise]

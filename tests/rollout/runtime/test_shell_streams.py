@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from ramify.core.errors import SandboxError
-from ramify.rollout.runtime import hosted_process
-from ramify.rollout.runtime.container_process import ContainerProcess
-from ramify.rollout.runtime.hosted_process import HostedProcess
+from ramify.rollout.runtime import hosted
+from ramify.rollout.runtime.container_engine import ContainerProcess
+from ramify.rollout.runtime.hosted import HostedProcess
 
 LIMIT = 1 << 16
 # In place of `docker exec`: drop the options and the name of the container, and run the shell on this machine.
@@ -88,7 +88,7 @@ class ClientStub:
 @pytest.fixture
 def short_timeouts(monkeypatch):
     for name in ("CLOSE_TIMEOUT", "EXIT_TIMEOUT", "INPUT_TIMEOUT"):
-        monkeypatch.setattr(hosted_process, name, 0.05)
+        monkeypatch.setattr(hosted, name, 0.05)
 
 
 async def start_hosted(chunks=0, stdin=None):
@@ -115,7 +115,7 @@ async def test_provider_that_does_not_answer_is_a_named_failure(short_timeouts):
 
 
 async def test_hosted_program_that_floods_its_output_is_ended(short_timeouts, monkeypatch):
-    monkeypatch.setattr(hosted_process, "MAX_UNREAD_BYTES", 2 << 20)
+    monkeypatch.setattr(hosted, "MAX_UNREAD_BYTES", 2 << 20)
 
     async with asyncio.timeout(60):
         process, sdk_process = await start_hosted(chunks=100)

@@ -26,7 +26,6 @@ from ramify.infer.client.engine_adapter import (
     WeightUpdate,
     WeightUpdateAck,
 )
-from ramify.infer.client.engine_load import EngineLoad, parse_load, parse_num_steps
 from ramify.infer.client.generate_api import GenerateRequest, RequestImage
 from ramify.infer.client.http_client import (
     ConnectFailed,
@@ -36,7 +35,7 @@ from ramify.infer.client.http_client import (
     ServerBusy,
     send_request,
 )
-from ramify.infer.client.replica import Replica
+from ramify.infer.client.replica import EngineLoad, Replica, parse_load, parse_num_steps
 from ramify.infer.client.stall_clock import StallClock
 from ramify.processes.wire.server_pool import ServerPool, ServerState
 from ramify.trace.columns import StructuredArray

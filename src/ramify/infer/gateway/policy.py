@@ -23,7 +23,7 @@ from ramify.infer.dialects.chat_format import format_message, parse_chat_complet
 from ramify.infer.dialects.structured_output import format_constraint
 from ramify.infer.gateway.budget import NO_TOKEN_LIMIT
 from ramify.infer.gateway.image_description import describe_tool_images
-from ramify.infer.gateway.stop_strings import find_stop
+from ramify.infer.gateway.sampling import find_stop
 from ramify.model.render import (
     ParsedReply,
     ParseProblem,

@@ -1,14 +1,52 @@
-"""The sampling parameters of a call: from the source's config, the client's overrides, and a derived seed."""
+"""The sampling parameters and stop strings of a call: from the source's config, the client, and a derived seed."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
 
 from ramify.core.errors import RequestInvalid
 from ramify.core.seeds import derive_seed
 from ramify.infer.client import ClientSampling
 from ramify.infer.gateway.budget import NO_TOKEN_LIMIT
 from ramify.infer.gateway.config import SamplingConfig
+from ramify.model.render import Tokenizer
+from ramify.trace import Message
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """The number of tokens up to the end of a stop string, which may end inside a token, and the string."""
+
+    num_tokens: int
+    stop_string: str
+
+    def truncate(self, message: Message, prefill: str = "") -> Message:
+        """Return the message without the stop string and the text after it; a stop string in `prefill` stays."""
+        start = len(prefill) if message.text.startswith(prefill) else 0
+        if (stop := message.text.find(self.stop_string, start)) >= 0:
+            return replace(message, content=message.text[:stop])
+        if message.reasoning and self.stop_string in message.reasoning:
+            return replace(message, reasoning=message.reasoning.partition(self.stop_string)[0])
+        return message
+
+
+def find_stop(tokenizer: Tokenizer, token_ids: npt.NDArray[np.int32], stop_strings: Sequence[str]) -> StopMatch | None:
+    """Return the match of the stop string that ends first, or None."""
+    text = tokenizer.decode(token_ids)
+    matches = [(text.find(stop) + len(stop), stop) for stop in stop_strings if stop in text]
+    if not matches:
+        return None
+    _, stop = min(matches)
+    counts = range(1, len(token_ids) + 1)
+    index = bisect_left(counts, True, key=lambda count: stop in tokenizer.decode(token_ids[:count]))
+    return StopMatch(counts[min(index, len(counts) - 1)], stop)
+
 
 INT64_LIMIT = 2**63  # the largest integer of servers and traces, plus 1
 SAMPLING_FIELDS: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}

@@ -10,19 +10,47 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from ramify.core.async_calls import call_storage
-from ramify.core.errors import ConfigInvalid, EnvironmentFault, ModelNotFound, RamifyError
+from ramify.core.errors import ConfigInvalid, EnvironmentFault, ModelNotFound, ProviderError, RamifyError
 from ramify.env import Task
 from ramify.infer.config import ExternalConfig, ServeConfig
 from ramify.infer.gateway.policy import Policy
 from ramify.infer.gateway.policy_connection import connect_policy
 from ramify.model.image_support import find_image_problem
 from ramify.model.resolve import fetch_model, read_max_positions, resolve_model_path
+from ramify.processes.interpreter import ENGINE_PYTHON_VARIABLE
+from ramify.processes.server_process import ServerProcess
 from ramify.rollout import Environment
 from ramify.rollout.environment import check_prompt_images
 from ramify.rollout.evals.config import EvalConfig
-from ramify.rollout.evals.engine_process import EngineProcess
+from ramify.run.store import storage_call
+
+STOP_TIMEOUT = 10.0  # seconds between SIGTERM and SIGKILL
+
+
+class EngineProcess(ServerProcess):
+    """One `ramify serve` process. Its output is in `logs/inference.log` of the run directory."""
+
+    title, exit_error = "the model server", ProviderError
+
+    def __init__(self, config: ServeConfig, run_dir: Path, *, start_timeout: float) -> None:
+        config_path, log_path = run_dir / "configs" / "serve.toml", run_dir / "logs" / "inference.log"
+        super().__init__(
+            "serve",
+            config,
+            config_path,
+            log_path,
+            start_timeout=start_timeout,
+            stop_timeout=STOP_TIMEOUT,
+            python=os.environ.get(ENGINE_PYTHON_VARIABLE),
+        )
+
+    def open_files(self) -> IO[bytes]:
+        """Write the configuration file, and open the log. Raises StorageFull or StorageFailed."""
+        with storage_call(self.log.path):
+            return super().open_files()
 
 
 @dataclass(frozen=True, slots=True)

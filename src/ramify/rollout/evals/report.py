@@ -9,9 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ramify.core.durations import format_duration
-from ramify.rollout.evals.bounds import reward_bounds
 from ramify.rollout.evals.progress import count_errors, count_tokens, group_rewards_by_task
-from ramify.rollout.evals.stats import Estimate, choose_ks, clustered_mean, estimate_pass_rates, mean_by_name
+from ramify.rollout.evals.stats import (
+    Estimate,
+    choose_ks,
+    clustered_mean,
+    estimate_pass_rates,
+    mean_by_name,
+    reward_bounds,
+)
 from ramify.rollout.evals.summary import PHASES, total_seconds
 from ramify.run.store import RolloutRecord
 from ramify.run.store.summary import REVISION_KEY, get_error_before_reply

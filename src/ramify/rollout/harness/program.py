@@ -21,9 +21,8 @@ from ramify.env import Hook, RolloutContext, Runtime, RuntimeProcess, Task, Task
 from ramify.env.runtime import Capability, ExecResult, ResourceLimits
 from ramify.infer.gateway.main_calls import find_side_calls
 from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
-from ramify.rollout.harness.base import Harness
+from ramify.rollout.harness.base import Harness, build_initial_messages, get_user_prompt_texts, join_prompt_text
 from ramify.rollout.harness.config import HarnessConfig
-from ramify.rollout.harness.initial_messages import build_initial_messages, get_user_prompt_texts, join_prompt_text
 from ramify.rollout.harness.shell_tools import shorten_text
 
 if TYPE_CHECKING:

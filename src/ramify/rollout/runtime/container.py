@@ -30,6 +30,7 @@ from ramify.rollout.runtime.container_engine import (
     MACHINE_LABEL,
     NAME_PREFIX,
     ContainerEngine,
+    ContainerProcess,
     EngineResult,
     build_limit_options,
     fetch_image,
@@ -38,7 +39,6 @@ from ramify.rollout.runtime.container_engine import (
     find_unsupported_reason,
     open_listener,
 )
-from ramify.rollout.runtime.container_process import ContainerProcess
 from ramify.rollout.runtime.owner import get_machine_id, make_owner_name, remove_leftovers
 from ramify.rollout.runtime.port_forward import PortForward
 from ramify.rollout.runtime.shell_process import KillFunction, ShellProcess

@@ -34,6 +34,7 @@ from ramify.rollout.runtime.bwrap import (
     SANDBOX_DIR,
     WORK_DIR,
     build_bwrap_command,
+    build_seccomp_filter,
     find_capabilities,
     find_unsupported_reason,
     parse_child_pid,
@@ -42,10 +43,8 @@ from ramify.rollout.runtime.cgroup import Cgroup, find_cgroup_parents, find_left
 from ramify.rollout.runtime.config import SandboxRuntimeConfig
 from ramify.rollout.runtime.owner import remove_leftovers
 from ramify.rollout.runtime.port_forward import PortForward
-from ramify.rollout.runtime.sandbox_channel import SandboxChannel, create_sealed_file
 from ramify.rollout.runtime.sandbox_files import SandboxFiles
-from ramify.rollout.runtime.sandbox_process import SandboxProcess
-from ramify.rollout.runtime.seccomp import build_seccomp_filter
+from ramify.rollout.runtime.sandbox_process import SandboxChannel, SandboxProcess, create_sealed_file
 
 BOOT_TIMEOUT = 20.0  # seconds for a sandbox to report that it is ready
 KILLED_EXIT_CODE = SIGNAL_EXIT_OFFSET + signal.SIGKILL  # of bwrap, for its first process
