@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from ramify.core.config import Config, parse
-from ramify.env.plugin import PLUGIN_KINDS, find_plugin_class
-from ramify.env.plugin_config import get_config_class
+from ramify.env.plugin import PLUGIN_KINDS, find_plugin_class, get_config_class
 from ramify.infer.config import ServeConfig
 from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.rollout.evals.config import EvalConfig, ValidateConfig
-from ramify.train.process_config import TrainerProcessConfig
+from ramify.train.config import TrainerProcessConfig
 from ramify.train.sft.config import SftConfig
 
 ROOT = Path(__file__).parent.parent

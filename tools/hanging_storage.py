@@ -236,7 +236,7 @@ def _poll_addresses(hanging: Path, local: Path) -> Steps:
 
 def _replicate_commit(hanging: Path, local: Path) -> Steps:
     from ramify.launch.head import prepare_head
-    from ramify.run.fencing.directory_store import DirectoryStore
+    from ramify.run.fencing.head_log import DirectoryStore
     from ramify.run.store import open_run
     from ramify.run.store.head_replication import HeadReplicator
 
@@ -251,7 +251,7 @@ def _replicate_commit(hanging: Path, local: Path) -> Steps:
 
 def _watch_for_newer_head(hanging: Path, local: Path) -> Steps:
     from ramify.launch.head import prepare_head
-    from ramify.run.fencing.directory_store import DirectoryStore
+    from ramify.run.fencing.head_log import DirectoryStore
     from ramify.run.store import open_run
     from ramify.run.store.head_replication import HeadReplicator
 

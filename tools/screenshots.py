@@ -14,7 +14,7 @@ from typing import Any
 
 from ramify.view.export import INDEX_TIMEOUT
 from ramify.view.queries import RunQueries
-from ramify.view.serving import serve_in_thread
+from ramify.view.server import serve_in_thread
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 NUM_COLORS = 224

@@ -17,7 +17,7 @@ from ramify.launch.process_configs import (
 )
 from ramify.orchestrate.config import RunConfig
 from ramify.rollout.envserver.config import EnvServerConfig, StaticPoolConfig
-from ramify.train.process_config import TrainerProcessConfig
+from ramify.train.config import TrainerProcessConfig
 from tests.support.plans import open_place, plan_here
 
 RUN = """

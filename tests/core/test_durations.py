@@ -1,6 +1,6 @@
 """Durations as text."""
 
-from ramify.core.durations import format_duration
+from ramify.core.names import format_duration
 
 
 def test_format_duration():

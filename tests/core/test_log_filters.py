@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from ramify.core.log_filters import hide_log_records
+from ramify.core.terminal import hide_log_records
 
 
 def test_records_with_the_text_are_hidden_until_the_block_ends(caplog):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ramify.core.errors.origin import describe_exception, describe_origin
-from ramify.env.hook_threads import run_in_hook_thread
+from ramify.env.hook import run_in_hook_thread
 
 PACKAGE = {
     "__init__.py": "",

@@ -13,7 +13,7 @@ from ramify.core.watchdog import WATCHDOG, Watchdog, WatchdogSettings
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, read_addresses
 from ramify.processes.log import ProcessLog
-from ramify.run.fencing.directory_store import DirectoryStore
+from ramify.run.fencing.head_log import DirectoryStore
 from ramify.run.state import OrchestratorState, SupervisorState
 from tests.support.processes import wait_until
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ramify.env.hook_threads import MAX_THREADS, run_in_hook_thread
+from ramify.env.hook import MAX_THREADS, run_in_hook_thread
 
 
 def count_hook_threads() -> int:

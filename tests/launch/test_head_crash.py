@@ -13,8 +13,7 @@ import pytest
 
 from ramify.launch.head import read_local_state
 from ramify.run.store import RunStore
-from ramify.run.store.audit import audit
-from ramify.run.store.integrity import check_storage
+from ramify.run.store.audit import audit, check_storage
 from ramify.run.store.ledger import Ledger
 from tests.launch.test_head import make_config
 

@@ -21,7 +21,7 @@ from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.rollout.envserver.server import EnvServer
 from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
-from ramify.train.process_config import TrainerProcessConfig
+from ramify.train.config import TrainerProcessConfig
 from tests.support.plans import build_machine, format_lines, open_place, plan_here
 
 pytestmark = pytest.mark.process  # asks for the GPUs of this machine

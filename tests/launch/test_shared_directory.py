@@ -14,7 +14,7 @@ from ramify.model.manifest import Manifest
 from ramify.orchestrate.config import RunConfig
 from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
-from ramify.train.process_config import TrainerProcessConfig
+from ramify.train.config import TrainerProcessConfig
 from tests.launch.test_execution import build_test_plan
 from tests.support.plans import open_place, plan_here
 

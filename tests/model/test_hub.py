@@ -11,7 +11,7 @@ import pytest
 
 from ramify.cli import main
 from ramify.core.errors import ModelNotFound
-from ramify.model import hub
+from ramify.model import resolve
 from ramify.model.resolve import fetch_model, resolve_model_path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -135,7 +135,7 @@ def test_progress_is_logged_without_a_terminal(remote, monkeypatch):
             assert progress_logged.wait(30)
         reply(self, code, data, headers, body=body)
 
-    monkeypatch.setattr(hub, "PROGRESS_INTERVAL", 0.05)
+    monkeypatch.setattr(resolve, "PROGRESS_INTERVAL", 0.05)
     monkeypatch.setattr(HubHandler, "reply", reply_slowly)
     fetch_model(NAME, log=log)
     assert any(line.startswith(f"downloading {NAME}: ") and line.endswith("MB so far") for line in lines)

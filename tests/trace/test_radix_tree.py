@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.trace.radix_tree import RadixPosition, RadixTree
+from ramify.trace.forest_builder import RadixPosition, RadixTree
 
 KEYS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessReplaced
 from ramify.train.config import TrainerConfig
-from ramify.train.distributed import init_distributed
-from ramify.train.rendezvous import GangMember, find_interface, join_gang
+from ramify.train.distributed import GangMember, find_interface, init_distributed, join_gang
 from tests.support.processes import find_free_port
 from tests.support.trainer import TIMEOUT, context
 

@@ -27,12 +27,12 @@ from ramify.run.store import RunStore, open_run
 from ramify.run.store.run_log import RunLog
 from ramify.train.batch import Batch, PackSpec
 from ramify.train.metrics import StepMetrics
-from ramify.train.sft import batches, run, run_sft
-from ramify.train.sft.batches import BatchExamples, SftBatch, SftBatchBuilder
+from ramify.train.sft import run, run_sft
 from ramify.train.sft.config import SftConfig, SftDataConfig
 from ramify.train.sft.conversations import parse_conversations
 from ramify.train.sft.forests import build_sft_forest
 from ramify.train.sft.plan import ExampleOrder, build_sft_plan, split_held_out
+from ramify.train.sft.run import BatchExamples, SftBatch, SftBatchBuilder
 from ramify.train.trainer import PendingStep, Trainer
 from tests.support.display import RecordingDisplay
 from tests.support.runs import FULL
@@ -372,7 +372,7 @@ def has_builder_thread() -> bool:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(batches, "split_across_ranks"), (Trainer, "start_step")], ids=["prepare", "start"]
+    ("owner", "name"), [(run, "split_across_ranks"), (Trainer, "start_step")], ids=["prepare", "start"]
 )
 def test_pending_steps_are_recorded_if_the_next_one_cannot_start(world, monkeypatch, owner, name):
     monkeypatch.setitem(run.STEPS_IN_FLIGHT, "cpu", 1)
@@ -486,7 +486,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others(world, tmp_path):
 def fail_to_prepare_as_rank(config: dict, directory: Path) -> None:
     run.STEPS_IN_FLIGHT["cpu"] = 1
     if os.environ["RANK"] == "1":
-        batches.split_across_ranks = fail_at_step(batches.split_across_ranks, 2, TemplateRefused)
+        run.split_across_ranks = fail_at_step(run.split_across_ranks, 2, TemplateRefused)
     with pytest.raises(TemplateRefused) as caught:
         run_sft(SftConfig.model_validate(config))
     (directory / os.environ["RANK"]).write_text(str(caught.value))

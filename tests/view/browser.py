@@ -7,7 +7,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from ramify.view.serving import serve_in_thread
+from ramify.view.server import serve_in_thread
 
 THEMES = ("light", "dark")
 TIMEOUT = 15_000  # milliseconds for what a page should show

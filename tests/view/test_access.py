@@ -13,8 +13,7 @@ from starlette.testclient import TestClient
 from ramify.run.state import OrchestratorState
 from ramify.run.store import RunStore
 from ramify.view.queries import RunQueries
-from ramify.view.server import build_app
-from ramify.view.serving import serve_page
+from ramify.view.server import build_app, serve_page
 from tests.support.sample_runs import write_rl_run
 from tests.support.status import WAITS, make_state, serve_status
 

@@ -15,8 +15,8 @@ from ramify.cli.rl import serve_page_of_run
 from ramify.core.errors import DeadlineExceeded, PortTaken, ProcessDied
 from ramify.launch.execution import RunResult
 from ramify.launch.supervisor import RunOutcome
-from ramify.view import serving
-from ramify.view.serving import serve_in_thread
+from ramify.view import server
+from ramify.view.server import serve_in_thread
 from tests.support.sample_runs import write_rl_run
 
 DEADLINE = 20.0  # seconds for an answer, or for the thread
@@ -30,7 +30,7 @@ def test_a_block_is_not_failed_by_a_server_that_has_ended(tmp_path, monkeypatch)
     async def end_at_once(folder, stop, on_address):
         on_address("http://127.0.0.1:1")
 
-    monkeypatch.setattr(serving, "serve_page", end_at_once)
+    monkeypatch.setattr(server, "serve_page", end_at_once)
     with serve_in_thread(tmp_path):
         [thread.join(DEADLINE) for thread in list_threads()]
 
@@ -43,8 +43,8 @@ def test_a_server_that_starts_too_late_is_stopped(tmp_path, monkeypatch):
         on_address("http://127.0.0.1:1")
         await stop.wait()
 
-    monkeypatch.setattr(serving, "serve_page", start_late)
-    monkeypatch.setattr(serving, "START_TIMEOUT", 0.01)
+    monkeypatch.setattr(server, "serve_page", start_late)
+    monkeypatch.setattr(server, "START_TIMEOUT", 0.01)
     with pytest.raises(DeadlineExceeded, match=r"waited 0\.01 s for the page"), serve_in_thread(tmp_path):
         pass
     [thread] = list_threads()
@@ -57,7 +57,7 @@ def test_a_run_goes_on_without_a_page_that_cannot_be_served(monkeypatch, capsys)
     async def fail(folder, stop, on_address):
         raise PortTaken("no port is free")
 
-    monkeypatch.setattr(serving, "serve_page", fail)
+    monkeypatch.setattr(server, "serve_page", fail)
     with serve_page_of_run(SimpleNamespace(path=Path("outputs/run"))):
         pass
     assert "the run is not shown on a page: PortTaken: no port is free" in capsys.readouterr().err

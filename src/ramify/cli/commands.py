@@ -354,7 +354,7 @@ connects to `orchestrator.address`. Rerun the same command to resume the run. Ke
     "trainer": ConfigCommand(
         "run only the trainer, on batches from an orchestrator or a recording",
         "ramify.cli.trainer:run",
-        config="ramify.train.process_config:TrainerProcessConfig",
+        config="ramify.train.config:TrainerProcessConfig",
         usage=("[@ FILE] [-m MODEL] [--address tcp://HOST:PORT] [-o OUTPUTS] [--key value]",),
         arguments={"FILE": f"{PART_OF_RUN} the trainer's part"},
         flags={

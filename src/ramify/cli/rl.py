@@ -101,7 +101,7 @@ def _list_nodes(config: RunConfig, assumed_gpus: str | None) -> tuple[list[Clust
 @contextlib.contextmanager
 def serve_page_of_run(config: RunConfig) -> Generator[None]:
     """Serve the page of the run's folder while the block runs. If it cannot be served, the run goes on without it."""
-    from ramify.view.serving import serve_in_thread  # loaded here, not for help
+    from ramify.view.server import serve_in_thread  # loaded here, not for help
 
     with contextlib.ExitStack() as stack:
         try:

@@ -9,7 +9,7 @@ from ramify.cli.arguments import ConfigCall
 from ramify.cli.commands import pause_garbage_collection
 from ramify.core.config import dry_run
 from ramify.core.errors import ConfigInvalid
-from ramify.train.process_config import TrainerProcessConfig
+from ramify.train.config import TrainerProcessConfig
 
 
 def run(call: ConfigCall[TrainerProcessConfig]) -> int:

@@ -12,7 +12,7 @@ from ramify.cli.run_lookup import find_run
 from ramify.core.errors import ConfigInvalid
 from ramify.view.export import export_run, find_only_run
 from ramify.view.queries import RunQueries
-from ramify.view.serving import open_browser, serve_page
+from ramify.view.server import open_browser, serve_page
 
 
 def run(options: Namespace) -> int:

@@ -34,9 +34,8 @@ from ramify.run.reader import (
 )
 from ramify.run.state import ProcessStatus, RunPhase, RunState
 from ramify.run.store import RunStore
-from ramify.run.store.audit import audit
+from ramify.run.store.audit import audit, check_storage
 from ramify.run.store.index import DATABASE_NAME, has_index_checksum
-from ramify.run.store.integrity import check_storage
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.locks import find_writer
 from ramify.run.store.run_log import RunEvent, RunLog

@@ -7,11 +7,28 @@ text.
 """
 
 import contextlib
+import logging
 import re
 import sys
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any, TextIO, cast
+
+
+@contextlib.contextmanager
+def hide_log_records(logger_name: str, text: str) -> Generator[None]:
+    """Hide the records of a logger whose message contains `text`, while the block runs."""
+    logger = logging.getLogger(logger_name)
+
+    def lacks_text(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    logger.addFilter(lacks_text)
+    try:
+        yield
+    finally:
+        logger.removeFilter(lacks_text)
+
 
 # C0 without tab and newline, DEL and C1, bidirectional controls, line separators, lone surrogates. A carriage return
 # is harmless before a newline, and at the start or end of what is written at once, where progress bars have it.

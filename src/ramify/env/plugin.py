@@ -16,14 +16,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import ramify
 from ramify.core.config import Config, parse_section
 from ramify.core.errors import ConfigInvalid, ConfigProblem
 from ramify.core.errors.origin import describe_exception
 from ramify.core.names import suggest
-from ramify.env.plugin_config import get_config_class
+
+C = TypeVar("C", bound=Config)
+
+
+def get_config_class(plugin: type, base: type[C]) -> type[C]:
+    """Return the class in the annotation `config: MyConfig` of the plugin or of a base class."""
+    try:
+        annotation = get_type_hints(plugin).get("config", base)
+    except NameError as error:
+        raise ConfigInvalid(f"{plugin.__qualname__}: an annotation cannot be resolved: {error}") from error
+    if not (isinstance(annotation, type) and issubclass(annotation, base)):
+        raise ConfigInvalid(
+            f"{plugin.__qualname__}: config must be annotated with a subclass of {base.__name__}, found {annotation!r}"
+        )
+    return annotation
 
 
 @dataclass(frozen=True, slots=True)

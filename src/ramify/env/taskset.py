@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 from ramify.core.config import Config
-from ramify.env.plugin_config import get_config_class
+from ramify.env.plugin import get_config_class
 from ramify.env.task import Task
 
 

@@ -24,8 +24,7 @@ from ramify.core.config.schema import is_dict, is_list, is_tuple
 from ramify.core.errors import AgentFailed, ConfigInvalid, EnvironmentFault, RequestInvalid, SandboxError
 from ramify.core.names import find_duplicates, find_similar
 from ramify.env.context import CONTEXT_FIELDS, RolloutContext
-from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters
-from ramify.env.hook_threads import run_in_hook_thread
+from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters, run_in_hook_thread
 from ramify.infer.dialects.media import MEDIA_ADVICE, read_data_url
 from ramify.infer.dialects.message_parser import MessageParser
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall

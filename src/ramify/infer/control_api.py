@@ -23,8 +23,8 @@ from ramify.infer.request_bodies import ChatTool, DetokenizeBody, PauseBody, Tok
 from ramify.infer.response_formatters import make_decoder
 from ramify.infer.streaming import json_response
 from ramify.model.render import RenderedPrompt, Renderer
-from ramify.model.render.offload import OFFLOAD_MIN_CHARS, OFFLOAD_MIN_TOKENS, offload
 from ramify.model.render.prompt_images import check_image_count, find_image_parts
+from ramify.model.render.tokenizer import OFFLOAD_MIN_CHARS, OFFLOAD_MIN_TOKENS, offload
 
 
 def require_renderer(renderer: Renderer | None) -> Renderer:

@@ -45,7 +45,7 @@ from ramify.infer.streaming import (
     submit_all,
 )
 from ramify.model.render import RenderedPrompt, Renderer
-from ramify.model.render.offload import OFFLOAD_MIN_TOKENS, offload
+from ramify.model.render.tokenizer import OFFLOAD_MIN_TOKENS, offload
 from ramify.trace import Usage
 
 

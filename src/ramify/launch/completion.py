@@ -9,7 +9,7 @@ from ramify.core.interactive import run_coroutine
 from ramify.orchestrate.batches import get_top_logprobs_path
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
-from ramify.run.fencing.directory_store import DirectoryStore
+from ramify.run.fencing.head_log import DirectoryStore
 from ramify.run.store import RunStore, open_run
 from ramify.run.store.environments import ACCEPT_CHANGES_KEY, ObservedEnvironment, check_no_changes, find_changes
 from ramify.run.store.head_replication import HeadReplicator, read_state

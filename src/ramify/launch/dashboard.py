@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ramify.core.display import Display, make_grid
-from ramify.core.durations import format_duration
+from ramify.core.names import format_duration
 from ramify.launch.status_line import (
     format_number,
     format_optional_score,

@@ -30,8 +30,7 @@ from ramify.core.files import fsync_path
 from ramify.core.watchdog import watch_storage
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
-from ramify.run.fencing.directory_store import DirectoryStore
-from ramify.run.fencing.head_log import HeadLog, LogPosition
+from ramify.run.fencing.head_log import DirectoryStore, HeadLog, LogPosition
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store import RunStore, storage_call, wrap_storage_errors
 from ramify.run.store.change_tracking import HeadState, read_head_state

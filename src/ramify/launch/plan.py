@@ -43,7 +43,7 @@ from ramify.processes.wire.address import is_local
 from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE, PortReservation
 from ramify.rollout.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
 from ramify.run.fencing.lease import LeaseTerms
-from ramify.train.process_config import TrainerProcessConfig
+from ramify.train.config import TrainerProcessConfig
 
 ENGINE_MODULES = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")
 TRAINER_MODULES = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.process")

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from ramify.core.async_calls import call_in_daemon_thread, cancel_all
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessDied, RamifyError
 from ramify.core.interactive import run_coroutine
-from ramify.core.log_filters import hide_log_records
+from ramify.core.terminal import hide_log_records
 from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.placement import format_room

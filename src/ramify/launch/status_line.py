@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ramify.core.durations import format_duration
+from ramify.core.names import format_duration
 from ramify.rollout.evals.stats import format_score
 from ramify.run.state import OrchestratorState
 

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.utils import logging
 
 from ramify.core.errors import ModelUnsupported, WeightsRefused
-from ramify.core.log_filters import hide_log_records
+from ramify.core.terminal import hide_log_records
 from ramify.model.experts import ATTENTION_LAYER_TYPES, RECURRENT_LAYER_TYPES
 from ramify.model.kernels.paged_attention import paged_attention
 from ramify.model.logprob_check import collect_token_ids, describe_error, split_attn_implementation

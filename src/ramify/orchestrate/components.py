@@ -36,7 +36,7 @@ from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.rollout.evals.stats import format_score
-from ramify.run.fencing.directory_store import DirectoryStore
+from ramify.run.fencing.head_log import DirectoryStore
 from ramify.run.state import EvalMetric
 from ramify.run.store import open_run
 from ramify.run.store.environments import (

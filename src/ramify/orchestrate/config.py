@@ -31,8 +31,7 @@ from ramify.orchestrate.curriculum import PoolsConfig, ShuffleConfig
 from ramify.rollout.config import check_source_names
 from ramify.rollout.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.run.store.run_name import default_run_name
-from ramify.train.config import CheckpointConfig, TrainerConfig
-from ramify.train.process_config import WeightsConfig
+from ramify.train.config import CheckpointConfig, TrainerConfig, WeightsConfig
 
 START_REFERENCE = "start"  # the reference that is the model a run starts from
 DEFAULT_ALGORITHM = {"id": "grpo"}

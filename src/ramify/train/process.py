@@ -22,9 +22,9 @@ from ramify.train.batch_source import BatchSource
 from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spec
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, compute_manifest_digest
+from ramify.train.config import TrainerProcessConfig
 from ramify.train.distributed import Ranks
 from ramify.train.metrics import StepMetrics
-from ramify.train.process_config import TrainerProcessConfig
 from ramify.train.protocol import RegisterReply
 from ramify.train.publisher import WeightPublisher
 from ramify.train.token_stats import TokenStatsWriter

@@ -10,11 +10,10 @@ from ramify.core.bounded_cache import BoundedCache
 from ramify.core.errors import ConfigInvalid, DataCorrupt, DeadlineExceeded, RamifyError
 from ramify.rollout.evals.report import compute_scores, summarize_rollouts
 from ramify.run.store import Ledger, RolloutRecord, RunStore
-from ramify.run.store.image_labels import elide_data_urls
+from ramify.run.store.image_store import elide_data_urls
 from ramify.trace import Trace
 from ramify.trace.json_view import to_dict
 from ramify.train.token_stats import TokenStats
-from ramify.view.forest_view import annotate_all, describe_forest
 from ramify.view.rollout_filter import RolloutFilter
 from ramify.view.rollout_index import SORT_COLUMNS, RolloutIndex
 from ramify.view.rollout_reader import (
@@ -27,7 +26,7 @@ from ramify.view.rollout_reader import (
     read_group,
     read_rollout,
 )
-from ramify.view.rollout_view import describe_rollout, format_markdown, read_message_text
+from ramify.view.rollout_view import annotate_all, describe_forest, describe_rollout, format_markdown, read_message_text
 from ramify.view.run_summary import (
     CACHEABLE_STATES,
     CONFIG_FILE,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main
-from ramify.core.config.hints import KEY_HINTS, find_key_hint
+from ramify.core.config.layers import KEY_HINTS, find_key_hint
 from ramify.orchestrate.config import RunConfig
 from ramify.train.sft.config import SftConfig
 

@@ -9,7 +9,7 @@ from aiohttp import web
 
 import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
-from ramify.env.adapters.openenv.session import LocalServer
+from ramify.env.adapters.openenv import LocalServer
 from ramify.infer.gateway import Gateway
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from tests.env.adapters.openenv_stand_in import StandInServer

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 import ramify as rf
+from ramify.env.tasksets.answers import MathChecker
 from ramify.env.tasksets.dataset import Dataset, DatasetConfig
-from ramify.env.tasksets.math_checker import MathChecker
 
 pytestmark = pytest.mark.process
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ramify.env.tasksets.math_checker import MathChecker
+from ramify.env.tasksets.answers import MathChecker
 
 pytestmark = pytest.mark.process
 
@@ -28,7 +28,7 @@ def verify(expected, answer, timeout_seconds):
 COMPARE_TWICE = """
 import json, os
 from ramify.core.errors import EnvironmentFault
-from ramify.env.tasksets.math_checker import MathChecker
+from ramify.env.tasksets.answers import MathChecker
 checker, errors = MathChecker(seconds=5.0), []
 num_before = len(os.listdir("/proc/self/fd"))
 for _ in range(2):

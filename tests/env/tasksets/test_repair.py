@@ -9,9 +9,16 @@ import pytest
 
 from ramify.core.errors import ConfigInvalid
 from ramify.env.plugin import build_plugin
-from ramify.env.tasksets.repair import Repair, RepairConfig, load_bugs, load_cases, load_sources
+from ramify.env.tasksets.repair import (
+    Repair,
+    RepairConfig,
+    find_failed_cases,
+    load_bugs,
+    load_cases,
+    load_sources,
+    parse_reports,
+)
 from ramify.env.tasksets.repair.case_caller import call_case
-from ramify.env.tasksets.repair.verification import find_failed_cases, parse_reports
 from ramify.env.tasksets.splits import assign_split
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.rollout.validation import ScriptedPolicy

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 import ramify
 from ramify.core.errors import ConfigInvalid
-from ramify.env.tasksets.article_graph import (
+from ramify.env.tasksets.wikispeedia import (
     ArticleGraph,
+    Wikispeedia,
+    WikispeediaConfig,
     build_graph,
     compute_distances,
     find_shortest_path,
     load_snap_graph,
     match_title,
 )
-from ramify.env.tasksets.wikispeedia import Wikispeedia, WikispeediaConfig
 from ramify.model.render import load_renderer
 from ramify.trace import Message
 from tests.support.scripted_agent import get_texts, make_tool_call, play

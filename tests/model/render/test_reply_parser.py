@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.model.render import ParsedReply, ParseProblemKind, TemplateRendererConfig, load_renderer
-from ramify.model.render.reply_parser import CallIdGenerator
+from ramify.model.render.reply_grammar import CallIdGenerator
 from ramify.model.render.tool_parsers import TOOL_PARSERS
 from ramify.model.render.tool_parsers.base import MAX_PROBLEMS
 from ramify.trace import Message

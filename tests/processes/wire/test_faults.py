@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ramify.core.errors import PeerLost
 from ramify.processes.wire import IncomingRequest, WireClient, WireMessage, WireServer, WireSettings
 from ramify.processes.wire.headers import CancelHeader, decode_header
-from ramify.processes.wire.sequenced_stream import SequencedStream
+from ramify.processes.wire.socket_protocol import SequencedStream
 from tests.support.proxy import Proxy
 
 FAST = WireSettings(heartbeat_interval=0.05, server_timeout=10.0, session_timeout=10.0)

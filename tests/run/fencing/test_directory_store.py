@@ -6,9 +6,8 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from ramify.core.errors import ProcessReplaced
-from ramify.run.fencing import directory_store
-from ramify.run.fencing.directory_store import DirectoryStore
-from ramify.run.fencing.head_log import HeadLog, LogPosition
+from ramify.run.fencing import head_log
+from ramify.run.fencing.head_log import DirectoryStore, HeadLog, LogPosition
 
 NUM_NAMES, NUM_PROCESSES, SIZE = 40, 4, 10_000
 
@@ -49,7 +48,7 @@ def test_a_name_is_on_disk_with_its_directories_also_when_a_failed_creation_is_r
             raise failures.pop()
         synced.append(str(path.relative_to(tmp_path)))
 
-    monkeypatch.setattr(directory_store, "fsync_path", fsync)
+    monkeypatch.setattr(head_log, "fsync_path", fsync)
     with pytest.raises(OSError, match="does not answer"):
         DirectoryStore(tmp_path).create("ledger/0/5", b"data")
     synced.clear()

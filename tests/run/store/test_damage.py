@@ -11,7 +11,7 @@ import pytest
 from ramify.cli.app import main
 from ramify.core.errors import RunDamaged
 from ramify.run.store import Ledger, RunStore, open_run
-from ramify.run.store.integrity import check_storage
+from ramify.run.store.audit import check_storage
 from ramify.run.store.ledger import GroupRecord
 from ramify.run.store.run_log import RunLog
 from ramify.train.checkpoint_manifest import CheckpointManifest, checksum_files

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from ramify.core.errors import ProcessReplaced, StorageFailed
-from ramify.run.fencing.directory_store import DirectoryStore
-from ramify.run.fencing.head_log import HeadLog
+from ramify.run.fencing.head_log import DirectoryStore, HeadLog
 from ramify.run.store import RunStore, head_replication
-from ramify.run.store.audit import audit
+from ramify.run.store.audit import audit, check_storage
 from ramify.run.store.head_replication import HeadReplicator, restore_run, start_replication
-from ramify.run.store.integrity import check_storage
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.log_entry import LogEntry
 from tests.support.fencing_simulation import Storage

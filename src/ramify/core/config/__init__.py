@@ -6,7 +6,7 @@ whatever a file can set (entries of lists, variants, plugin tables), and one err
 
 from ramify.core.config.base import Config, HttpAddress, RunName, TcpAddress, expand_model_name, get_explicit_values
 from ramify.core.config.dump import dry_run, dump_toml, write_toml
-from ramify.core.config.hints import COMMAND_HINTS, LOSS_HINTS, find_file_hint
+from ramify.core.config.layers import COMMAND_HINTS, LOSS_HINTS, find_file_hint
 from ramify.core.config.parser import (
     add_origins,
     parse,

@@ -12,8 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ramify.core.config.base import SectionProblems
-from ramify.core.config.hints import find_key_hint
-from ramify.core.config.layers import ConfigLayers
+from ramify.core.config.layers import ConfigLayers, find_key_hint
 from ramify.core.config.schema import (
     KeyPath,
     child_options,

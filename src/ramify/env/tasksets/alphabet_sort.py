@@ -15,8 +15,7 @@ from pydantic import Field
 
 import ramify as rf
 from ramify.env.tasksets.answers import get_replies
-from ramify.env.tasksets.person_names import load_names
-from ramify.env.tasksets.splits import RangesConfig, draw_distinct
+from ramify.env.tasksets.splits import RangesConfig, draw_distinct, load_names
 
 NEW_NAME_SUFFIX = " // new name!"
 SIMILARITY_POWER = 4

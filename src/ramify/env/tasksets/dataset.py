@@ -16,10 +16,9 @@ from pydantic import Field, field_validator
 
 import ramify as rf
 from ramify.core.errors import ConfigInvalid
-from ramify.env.tasksets.answers import extract_boxed, is_same_value
+from ramify.env.tasksets.answers import extract_boxed, get_math_checker, is_same_value
 from ramify.env.tasksets.code_tests import CodeTests, count_passed, extract_code, parse_tests
 from ramify.env.tasksets.data_files import DataRow, read_rows
-from ramify.env.tasksets.math_checker import get_math_checker
 from ramify.env.tasksets.splits import EVAL_SHARE, assign_split
 
 BOXED_INSTRUCTIONS = "Put the final answer in \\boxed{}."

@@ -1,4 +1,4 @@
-"""The split of a task, and distinct random tasks of one split.
+"""The split of a task, distinct random tasks of one split, and the bundled names of people.
 
 A task belongs to `train` or `eval` by the hash of its text, not by a seed, so the splits of any two configs are
 disjoint.
@@ -6,12 +6,24 @@ disjoint.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Literal, Self, TypeVar
 
 from pydantic import model_validator
 
 import ramify as rf
 from ramify.core.errors import ConfigInvalid
+
+NAMES_FILE = Path(__file__).with_name("names.txt")
+
+
+@cache
+def load_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the bundled first names and last names."""
+    first, last = (tuple(line.partition(":")[2].split()) for line in NAMES_FILE.read_text("utf-8").splitlines())
+    return first, last
+
 
 # The check of ranges in the config of a taskset.
 

@@ -15,7 +15,7 @@ import msgspec
 from ramify.core.errors import ContextOverflow
 from ramify.infer.dialects.chat_format import parse_arguments
 from ramify.infer.dialects.model_call import ModelRequest
-from ramify.model.render.offload import OFFLOAD_MIN_CHARS
+from ramify.model.render.tokenizer import OFFLOAD_MIN_CHARS
 from ramify.trace import MediaPart, Message
 
 _encode = msgspec.msgpack.Encoder(order="sorted").encode

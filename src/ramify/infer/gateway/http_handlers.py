@@ -29,7 +29,7 @@ from ramify.infer.gateway.canonical import check_num_chars, count_chars
 from ramify.infer.gateway.config import REQUEST_TASK_PREFIX
 from ramify.infer.gateway.request_dedup import SharedCall
 from ramify.infer.gateway.session import RolloutSession
-from ramify.model.render.offload import OFFLOAD_MIN_CHARS
+from ramify.model.render.tokenizer import OFFLOAD_MIN_CHARS
 
 NO_RETRY_HEADERS = {"x-should-retry": "false"}  # the session has already retried the call if that could help
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]

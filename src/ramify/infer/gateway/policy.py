@@ -35,9 +35,9 @@ from ramify.model.render import (
     ToolSchema,
 )
 from ramify.model.render.late_system import accepts_late_system, fold_late_system
-from ramify.model.render.offload import OFFLOAD_MIN_TOKENS, offload
 from ramify.model.render.outline import ConversationOutline
 from ramify.model.render.prompt_images import check_image_count, find_image_parts, has_images
+from ramify.model.render.tokenizer import OFFLOAD_MIN_TOKENS, offload
 from ramify.trace import Media, Message, MessageSpan, PromptMedia, Usage
 
 NO_TOKENS = np.empty(0, np.int32)

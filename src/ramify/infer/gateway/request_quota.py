@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from ramify.core.errors import QuotaExceeded, RequestInvalid
-from ramify.model.render.offload import offload
+from ramify.model.render.tokenizer import offload
 
 P = ParamSpec("P")
 T = TypeVar("T")

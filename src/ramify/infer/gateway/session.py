@@ -40,8 +40,8 @@ from ramify.infer.gateway.request_dedup import RequestDeduplicator, SharedCall
 from ramify.infer.gateway.request_quota import QuotaSettings, RequestQuota
 from ramify.infer.gateway.sampling import derive_call_seed, parse_stop_strings, resolve_sampling, sampling_to_dict
 from ramify.model.render import ReplyConstraint, TokenHistory
-from ramify.model.render.offload import OFFLOAD_MIN_CHARS, offload
 from ramify.model.render.prompt_images import PromptImage, check_image_count, find_image_parts, without_data
+from ramify.model.render.tokenizer import OFFLOAD_MIN_CHARS, offload
 from ramify.trace import Media, Message, ModelCall, Trace
 
 MAX_IMAGE_BYTES = 64 * 2**20  # of the images of one rollout

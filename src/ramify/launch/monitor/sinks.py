@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 from ramify.env.task import compute_content_digest
 from ramify.rollout.evals.stats import format_score
-from ramify.run.store.image_labels import elide_data_urls, format_content, label_images
-from ramify.run.store.image_store import ImageStore
+from ramify.run.store.image_store import ImageStore, elide_data_urls, format_content, label_images
 from ramify.trace import Message, Trace
 
 COLUMNS = ("source", "task", "task_data", "rollout", "branch", "reward", "advantage", "messages")

@@ -23,7 +23,7 @@ from ramify.model.render.base import (
 )
 from ramify.model.render.outline import ConversationOutline
 from ramify.model.render.prompt_images import has_images
-from ramify.model.render.reply_parser import CallIdGenerator
+from ramify.model.render.reply_grammar import CallIdGenerator
 from ramify.model.render.tokenizer import Tokenizer
 from ramify.model.render.tool_parsers.base import ParseProblem, ParseProblemKind, ToolSchema
 from ramify.trace import Media, Message, MessageSpan, ToolCall

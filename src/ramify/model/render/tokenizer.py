@@ -6,21 +6,39 @@ token, which convert spans of text to spans of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ramify.core.errors import ConfigInvalid
-from ramify.model.render.offload import OFFLOAD_MIN_CHARS
 from ramify.trace.columns import Int32Array
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+OFFLOAD_MIN_TOKENS = 1024
+OFFLOAD_MIN_CHARS = 16_384
+
+
+async def offload(is_large: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function` and return its result; run it in a thread if `is_large`.
+
+    Handing work to a thread costs about as much as parsing a small reply. Parsing a large one in the event loop would
+    hold up heartbeats, timeouts and the streams of other clients.
+    """
+    if is_large:
+        return await asyncio.to_thread(function, *args, **kwargs)
+    return function(*args, **kwargs)
 
 
 class EncodedText(NamedTuple):

@@ -34,8 +34,7 @@ from ramify.processes.wire.headers import (
 )
 from ramify.processes.wire.loop_monitor import LoopMonitor
 from ramify.processes.wire.message import WireMessage, WireSettings
-from ramify.processes.wire.sequenced_stream import SequencedStream, make_heartbeat
-from ramify.processes.wire.socket_protocol import ProtocolEvent, SocketProtocol
+from ramify.processes.wire.socket_protocol import ProtocolEvent, SequencedStream, SocketProtocol, make_heartbeat
 
 HELLO_INTERVAL = 0.05  # seconds between the first two hellos; doubles up to the heartbeat interval
 EVENT_NAMES = {PartHeader: "part", ReplyHeader: "reply", FailureHeader: "failure"}

@@ -32,8 +32,7 @@ from ramify.processes.wire.headers import (
 )
 from ramify.processes.wire.loop_monitor import LoopMonitor
 from ramify.processes.wire.message import WireMessage, WireSettings
-from ramify.processes.wire.sequenced_stream import SequencedStream, make_heartbeat
-from ramify.processes.wire.socket_protocol import ProtocolEvent, SocketProtocol
+from ramify.processes.wire.socket_protocol import ProtocolEvent, SequencedStream, SocketProtocol, make_heartbeat
 
 MAX_BANNED = 4096  # rejected connections whose messages are ignored; the oldest are forgotten first
 

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from ramify.core.display import Display, make_grid
-from ramify.core.durations import format_duration
+from ramify.core.names import format_duration
 from ramify.rollout.evals.progress import EvalProgress, count_errors
 from ramify.rollout.evals.stats import Estimate, mean_by_name
 

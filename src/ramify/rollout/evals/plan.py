@@ -14,7 +14,7 @@ from ramify.core.async_calls import call_storage, fail_after
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, RamifyError
 from ramify.core.errors.origin import describe_exception
 from ramify.env import Task
-from ramify.env.hook_threads import run_in_hook_thread
+from ramify.env.hook import run_in_hook_thread
 from ramify.env.task import IDENTITY_DIGITS
 from ramify.infer.dialects.media import FILE_SCHEME, read_environment_url
 from ramify.infer.dialects.message_parser import MessageParser

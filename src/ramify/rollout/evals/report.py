@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ramify.core.durations import format_duration
+from ramify.core.names import format_duration
 from ramify.rollout.evals.progress import count_errors, count_tokens, group_rewards_by_task
 from ramify.rollout.evals.stats import (
     Estimate,

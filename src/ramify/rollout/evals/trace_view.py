@@ -13,8 +13,7 @@ from rich.tree import Tree
 
 from ramify.core.names import format_count
 from ramify.core.terminal import escape_controls
-from ramify.run.store.image_labels import format_content, label_images
-from ramify.run.store.image_store import ImageStore
+from ramify.run.store.image_store import ImageStore, format_content, label_images
 from ramify.trace import Node, Trace
 
 MAX_EXCERPT_CHARS = 400

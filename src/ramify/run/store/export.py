@@ -13,7 +13,7 @@ import msgspec
 
 from ramify.core.errors import ConfigInvalid
 from ramify.core.files import replace_file
-from ramify.run.store.image_labels import elide_data_urls
+from ramify.run.store.image_store import elide_data_urls
 from ramify.run.store.run_store import RunStore
 from ramify.trace.json_view import to_dict
 

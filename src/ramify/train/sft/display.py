@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.progress_bar import ProgressBar
 
 from ramify.core.display import Display, make_grid
-from ramify.core.durations import format_duration
+from ramify.core.names import format_duration
 from ramify.train.metrics import StepMetrics
 
 LINE_INTERVAL = 5.0  # seconds between two lines

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel
 
-from ramify.env.tasksets.person_names import load_names
+from ramify.env.tasksets.splits import load_names
 
 T = TypeVar("T")
 
