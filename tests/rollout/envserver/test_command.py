@@ -16,7 +16,7 @@ from ramify.core.config import write_toml
 from ramify.core.errors import ConfigInvalid, PeerLost, RequestCancelled, StorageFailed
 from ramify.processes import server_process
 from ramify.rollout.envserver import EnvClient
-from ramify.rollout.evals.rollout_runner import EnvServerProcess
+from ramify.rollout.envserver.client import EnvServerProcess
 from tests.support.processes import async_wait_until as wait_until
 from tests.support.processes import async_wait_until_ended, list_descendants
 from tests.support.tricky_env_server import QUICK, make_config, task

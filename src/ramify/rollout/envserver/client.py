@@ -1,12 +1,16 @@
-"""The client of an env server: typed methods, and progress updates of running rollouts."""
+"""The client of an env server: typed methods, progress updates of running rollouts, and the server as a child."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
 
+from ramify.core.errors import ProcessDied
 from ramify.env import Task
+from ramify.processes.server_process import ServerProcess
 from ramify.processes.wire import WireClient, WireMessage, WireSettings
 from ramify.processes.wire.lifecycle import AsyncService
+from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.rollout.envserver.messages import (
     AddressUpdate,
     CancelRequest,
@@ -22,6 +26,7 @@ from ramify.rollout.envserver.messages import (
     TaskPage,
     TasksRequest,
 )
+from ramify.run.store import storage_call
 from ramify.trace import Episode, Trace, TraceDeltaDecoder, decode_episode, encode_trace
 
 if TYPE_CHECKING:
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 
 CONTROL_TIMEOUT = 30.0  # seconds for requests that need no model
 ROLLOUT_TIMEOUT = 3600.0  # default seconds for a rollout
+STOP_MARGIN = 30.0  # seconds to stop the workers, after `shutdown_timeout` seconds for running attempts
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +169,23 @@ class _DeltaAssembler:
         for delta in part.blobs:
             self._decoder.apply(delta)
         self._on_progress(update.phase, self._decoder.trace)
+
+
+class EnvServerProcess(ServerProcess):
+    """One `ramify env-server` process; its configuration is written to `config_path`.
+
+    Its output is in `logs/env-server.log` of the run directory; what its workers print is in the log of the source.
+    """
+
+    title, exit_error = "the env server", ProcessDied
+
+    def __init__(self, config: EnvServerConfig, config_path: Path, *, start_timeout: float = 180.0) -> None:
+        stop_timeout, log_path = config.shutdown_timeout + STOP_MARGIN, config.output / "logs" / "env-server.log"
+        super().__init__(
+            "env-server", config, config_path, log_path, start_timeout=start_timeout, stop_timeout=stop_timeout
+        )
+
+    def open_files(self) -> IO[bytes]:
+        """Write the configuration file, and open the log. Raises StorageFull or StorageFailed."""
+        with storage_call(self.log.path):
+            return super().open_files()

@@ -3,43 +3,16 @@
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import IO
 
 from ramify.core.errors import AgentFailed, Failure, ProcessDied
 from ramify.infer.gateway import Gateway
-from ramify.processes.server_process import ServerProcess
 from ramify.rollout import Environment, repeat_attempt, run_attempt
 from ramify.rollout.attempt import ProgressCallback
-from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.plan import PlannedRollout
 from ramify.rollout.evals.policy import ServedPolicy
 from ramify.rollout.scoring import build_unscored_rewards
-from ramify.run.store import storage_call
 from ramify.trace import Trace
-
-STOP_MARGIN = 30.0  # seconds to stop the workers, after `shutdown_timeout` seconds for running attempts
-
-
-class EnvServerProcess(ServerProcess):
-    """One `ramify env-server` process; its configuration is written to `config_path`.
-
-    Its output is in `logs/env-server.log` of the run directory; what its workers print is in the log of the source.
-    """
-
-    title, exit_error = "the env server", ProcessDied
-
-    def __init__(self, config: EnvServerConfig, config_path: Path, *, start_timeout: float = 180.0) -> None:
-        stop_timeout, log_path = config.shutdown_timeout + STOP_MARGIN, config.output / "logs" / "env-server.log"
-        super().__init__(
-            "env-server", config, config_path, log_path, start_timeout=start_timeout, stop_timeout=stop_timeout
-        )
-
-    def open_files(self) -> IO[bytes]:
-        """Write the configuration file, and open the log. Raises StorageFull or StorageFailed."""
-        with storage_call(self.log.path):
-            return super().open_files()
-
 
 WORKER_WAIT_TIMEOUT = 600.0  # seconds a rollout may wait for a worker
 
