@@ -30,7 +30,7 @@ class TraceMaker:
         return self.rng.integers(0, self.vocab_size, size, dtype=np.int32)
 
     def reply(self, trace: Trace, parent: int, size: int) -> int:
-        trace.add_node(
+        trace.graph.add_node(
             parent,
             Message("assistant"),
             self.ids(size),
@@ -47,7 +47,7 @@ class TraceMaker:
 
     def chain(self, prompt: np.ndarray, reply: int) -> AnnotatedTrace:
         trace = Trace(id=f"t{next(self.names)}")
-        trace.add_node(-1, Message("user"), prompt)
+        trace.graph.add_node(-1, Message("user"), prompt)
         self.reply(trace, 0, reply)
         return self.annotate(trace)
 

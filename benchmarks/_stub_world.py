@@ -77,9 +77,9 @@ class StubEngine(InstantEngine):
 def make_episode(id: str, group: str, attempt: int) -> bytes:
     """Return an encoded episode of about 2 kB."""
     trace = Trace(id=id, group=group, attempt=attempt, task={"prompt": "p" * 100})
-    system = trace.add_node(-1, Message("system", "s" * 100), range(PROMPT_TOKENS - 30))
-    user = trace.add_node(system, Message("user", "p" * 100), range(30))
-    trace.add_node(
+    system = trace.graph.add_node(-1, Message("system", "s" * 100), range(PROMPT_TOKENS - 30))
+    user = trace.graph.add_node(system, Message("user", "p" * 100), range(30))
+    trace.graph.add_node(
         user,
         Message("assistant", "r" * 200),
         [100 + attempt, *range(REPLY_TOKENS - 1)],

@@ -90,11 +90,13 @@ class TextTraceMaker(TraceMaker):
         for _ in range(self.rng.integers(1, 3)):
             last = -1
             for _ in range(self.rng.integers(3, 9)):
-                trace.add_node(last, Message("user"), self.ids(int(self.rng.integers(40, 260))))
+                trace.graph.add_node(last, Message("user"), self.ids(int(self.rng.integers(40, 260))))
                 last = self.reply(trace, len(trace.nodes) - 1, int(self.rng.integers(20, 120)))
                 turns.append(last)
         for _ in range(self.rng.integers(2, 10)):
-            trace.add_node(int(self.rng.choice(turns)), Message("tool"), self.ids(int(self.rng.integers(30, 120))))
+            trace.graph.add_node(
+                int(self.rng.choice(turns)), Message("tool"), self.ids(int(self.rng.integers(30, 120)))
+            )
             self.reply(trace, len(trace.nodes) - 1, int(self.rng.integers(30, 120)))
         return [self.annotate(trace)]
 

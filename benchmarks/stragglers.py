@@ -68,10 +68,10 @@ def build_episode(request: RolloutRequest) -> bytes:
         task=request.task,
         rewards={"luck": (float(request.attempt % 2), 1.0)},
     )
-    node = trace.add_node(-1, Message("user", "?"), [1, 2, 3])
+    node = trace.graph.add_node(-1, Message("user", "?"), [1, 2, 3])
     reply, runs = Message("assistant", "!"), [VersionRun("tiny", 0, 0, 2)]
     call = ModelCall(request.id, finish_reason="stop")
-    trace.add_node(
+    trace.graph.add_node(
         node, reply, [5, 10, 11], sampled_span=(1, 3), logprobs=[-0.5, -0.5], versions=runs, call=call, trainable=True
     )
     return encode_episode(Episode((trace,)))

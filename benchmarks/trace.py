@@ -119,11 +119,11 @@ def groups(rng: np.random.Generator) -> list[list[AnnotatedTrace]]:
         samples: list[AnnotatedTrace] = []
         for attempt in range(GROUP_SIZE):
             trace = Trace(id=f"{group}-{attempt}")
-            node = trace.add_node(-1, Message("user", "task"), shared)
+            node = trace.graph.add_node(-1, Message("user", "task"), shared)
             notes: list[Annotation] = []
             for call in range(CALLS):
                 ids = rng.integers(0, 50_000, each, np.int32)
-                node = trace.add_node(
+                node = trace.graph.add_node(
                     node,
                     Message("assistant", "reply"),
                     ids,

@@ -51,10 +51,12 @@ class Subject:
 
 def build_trace(name: str, example: Example) -> AnnotatedTrace:
     trace = Trace(id=name)
-    trace.add_node(-1, Message("user"), np.array(example.prompt, np.int32))
+    trace.graph.add_node(-1, Message("user"), np.array(example.prompt, np.int32))
     size = len(example.reply)
     reply = np.array(example.reply, np.int32)
-    trace.add_node(0, Message("assistant"), reply, sampled_span=(0, size), logprobs=np.full(size, LOGPROB, np.float32))
+    trace.graph.add_node(
+        0, Message("assistant"), reply, sampled_span=(0, size), logprobs=np.full(size, LOGPROB, np.float32)
+    )
     return AnnotatedTrace(trace, (Annotation(name, 1, advantage=example.advantage),))
 
 

@@ -84,13 +84,13 @@ class Rollouts(TraceMaker):
         turns: list[int] = []
         last = -1
         for _ in range(line // TURN_TOKENS):
-            trace.add_node(last, Message("user"), self.ids(TURN_TOKENS * 3 // 4))
+            trace.graph.add_node(last, Message("user"), self.ids(TURN_TOKENS * 3 // 4))
             last = self.reply(trace, len(trace.nodes) - 1, TURN_TOKENS // 4)
             turns.append(last)
         forks = (size - line) // FORK_TOKENS
         for fork in range(forks):
             parent = turns[round((fork + 0.5) / forks * (len(turns) - 1))]
-            trace.add_node(parent, Message("tool"), self.ids(FORK_TOKENS // 2))
+            trace.graph.add_node(parent, Message("tool"), self.ids(FORK_TOKENS // 2))
             self.reply(trace, len(trace.nodes) - 1, FORK_TOKENS // 2)
         return [self.annotate(trace)]
 

@@ -124,10 +124,10 @@ def add_groups(connection, numbers: range) -> None:
 
 def make_trace(attempt: int) -> Trace:
     trace = Trace(id=f"t{attempt}", episode=f"t{attempt}", attempt=attempt, task={"prompt": "abc"})
-    question = trace.add_node(-1, Message("user", "abc"), list(range(40, 70)))
+    question = trace.graph.add_node(-1, Message("user", "abc"), list(range(40, 70)))
     call = ModelCall("c", finish_reason="stop")
     span, logprobs = (1, 9), [-0.5] * 8
-    trace.add_node(
+    trace.graph.add_node(
         question, Message("assistant", "cba"), [attempt] * 9, sampled_span=span, logprobs=logprobs, call=call
     )
     trace.rewards = {"similarity": (0.5, 1.0)}
@@ -140,8 +140,8 @@ def make_long_trace() -> Trace:
     tokens = [40 + number % 30 for number in range(count)]
     for turn in range(NUM_TURNS):
         text = f"Turn {turn}. " + "some words about the work " * 36
-        parent = trace.add_node(parent, Message("tool" if turn else "user", text), tokens)
-        parent = trace.add_node(
+        parent = trace.graph.add_node(parent, Message("tool" if turn else "user", text), tokens)
+        parent = trace.graph.add_node(
             parent,
             Message("assistant", text),
             tokens,

@@ -128,9 +128,9 @@ class Workload:
             ids, images = self.prompts[group]
             trace = Trace(id=f"t{number}")
             refs = [MediaRef(part, trace.add_media(m), a, b) for part, (m, a, b) in enumerate(images)]
-            trace.add_node(-1, Message("user"), ids, media=refs)
+            trace.graph.add_node(-1, Message("user"), ids, media=refs)
             reply, name = request.token_ids[len(ids) :], f"t{number}"
-            trace.add_node(
+            trace.graph.add_node(
                 0,
                 Message("assistant"),
                 reply,

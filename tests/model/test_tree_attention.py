@@ -195,11 +195,11 @@ def run(attempts):
     prompt = rng.integers(0, 64, 2500)
     for index in range(attempts):
         trace = Trace(id=str(index))
-        trace.add_node(-1, Message("user"), prompt)
+        trace.graph.add_node(-1, Message("user"), prompt)
         for parent in (0, 1, 1):  # a reply with two continuations
             size = 25 if parent else 500
             ids, logprobs = rng.integers(0, 64, size), [-4.0] * size
-            trace.add_node(parent, Message("assistant"), ids, sampled_span=(0, size), logprobs=logprobs)
+            trace.graph.add_node(parent, Message("assistant"), ids, sampled_span=(0, size), logprobs=logprobs)
         traces.append(AnnotatedTrace(trace, tuple(Annotation(trace.id, node, advantage=1.0) for node in (1, 2, 3))))
     forest = build_forest(traces)
     policy(build_model_inputs(forest), forest.count_by_component()).loss.backward()

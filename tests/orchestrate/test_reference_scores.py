@@ -37,24 +37,26 @@ def tokens(rng: Random, count: int) -> list[int]:
 def add_reply(trace: Trace, parent: int, rng: Random) -> int:
     ids = [3, *tokens(rng, REPLY)]
     span = (1, 1 + REPLY)
-    return trace.add_node(parent, Message("assistant", ""), ids, sampled_span=span, logprobs=[-1.0] * REPLY)
+    return trace.graph.add_node(parent, Message("assistant", ""), ids, sampled_span=span, logprobs=[-1.0] * REPLY)
 
 
 def build_group(rng: Random, size: int) -> list[Trace]:
     """Attempts at one prompt, with one reply each."""
     prompt, traces = tokens(rng, 203), [Trace(id=f"a{index}") for index in range(size)]
     for trace in traces:
-        add_reply(trace, trace.add_node(-1, Message("user", ""), prompt), rng)
+        add_reply(trace, trace.graph.add_node(-1, Message("user", ""), prompt), rng)
     return traces
 
 
 def build_forked_trace(rng: Random) -> list[Trace]:
     """One trace with a turn that three others continue, one of which forks again."""
     trace = Trace(id="forked")
-    first = add_reply(trace, trace.add_node(-1, Message("user", ""), tokens(rng, 101)), rng)
-    second, third = (add_reply(trace, trace.add_node(first, Message("user", ""), tokens(rng, 40)), rng) for _ in "ab")
+    first = add_reply(trace, trace.graph.add_node(-1, Message("user", ""), tokens(rng, 101)), rng)
+    second, third = (
+        add_reply(trace, trace.graph.add_node(first, Message("user", ""), tokens(rng, 40)), rng) for _ in "ab"
+    )
     for parent in (second, second, third, first):
-        add_reply(trace, trace.add_node(parent, Message("user", ""), tokens(rng, 35)), rng)
+        add_reply(trace, trace.graph.add_node(parent, Message("user", ""), tokens(rng, 35)), rng)
     return [trace]
 
 
@@ -123,7 +125,7 @@ async def test_more_tokens_than_the_vocabulary_has_are_refused_by_name(served):
 async def test_rollouts_with_images_are_refused_by_name():
     trace = Trace(id="seen")
     image = MediaRef(0, trace.add_media(Media.from_bytes(b"picture", "image/png")), 0, 2)
-    prompt = trace.add_node(-1, Message("user", ""), [1, 1, 2], media=[image])
+    prompt = trace.graph.add_node(-1, Message("user", ""), [1, 1, 2], media=[image])
     add_reply(trace, prompt, Random(0))
     trace.rewards = {"score": (1.0, 1.0)}
     annotations, _ = OPD.annotate_with_state([trace], {})

@@ -66,7 +66,7 @@ class Attempt:
     def sample(self) -> AnnotatedTrace:
         trace = Trace(id=self.name)
         for node in self.nodes:
-            trace.add_node(
+            trace.graph.add_node(
                 node.parent,
                 Message("assistant" if node.sampled[1] else "user"),
                 np.array(node.tokens, np.int32),

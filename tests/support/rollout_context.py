@@ -10,9 +10,9 @@ from ramify.trace import Message, Trace
 
 def make_context(task: Task | None = None, *replies: str, **more: Any) -> RolloutContext:
     trace = Trace(id="trace-1")
-    parent = trace.add_node(-1, Message("user", "question"))
+    parent = trace.graph.add_node(-1, Message("user", "question"))
     for reply in replies:
-        parent = trace.add_node(parent, Message("assistant", reply))
+        parent = trace.graph.add_node(parent, Message("assistant", reply))
     return RolloutContext(task=task or Task(prompt="question"), trace=trace, **more)
 
 

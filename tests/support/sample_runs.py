@@ -48,8 +48,8 @@ def make_trace(
 ) -> Trace:
     """Return a trace with one question and one reply."""
     trace = Trace(id=id, episode=id, group=id.split(".")[0], attempt=attempt, env="reverse", task={"prompt": "abc"})
-    question = trace.add_node(-1, Message("user", "abc"), prompt)
-    trace.add_node(
+    question = trace.graph.add_node(-1, Message("user", "abc"), prompt)
+    trace.graph.add_node(
         question,
         Message("assistant", text or f"reply {attempt}"),
         [1, *reply],
@@ -181,18 +181,18 @@ def make_branching_trace() -> Trace:
     trace = Trace(id="t0", task={"prompt": "fix the bug"})
     image = trace.add_media(Media.from_bytes(PNG, "image/png"))
     hash = trace.graph.media[image].hash
-    system = trace.add_node(-1, Message("system", "You fix bugs."), [40])
-    user = trace.add_node(system, Message("user", "Fix the bug in `add`."), [41])
+    system = trace.graph.add_node(-1, Message("system", "You fix bugs."), [40])
+    user = trace.graph.add_node(system, Message("user", "Fix the bug in `add`."), [41])
     calls = (ToolCall("c1", "read_file", '{"path": "add.py", "lines": [1, 20]}'),)
     reply = Message("assistant", "I look at the file.", "The sum is wrong, so the file must be read.", calls)
-    ask = trace.add_node(user, reply, [1, 50, 2], sampled_span=(1, 3), logprobs=[-0.5, -2.5], call=ModelCall("a"))
+    ask = trace.graph.add_node(user, reply, [1, 50, 2], sampled_span=(1, 3), logprobs=[-0.5, -2.5], call=ModelCall("a"))
     content = (TextPart("def add(a, b):\n    return a - b\n"), MediaPart(hash))
-    result = trace.add_node(ask, Message("tool", content, tool_call_id="c1"), [42])
+    result = trace.graph.add_node(ask, Message("tool", content, tool_call_id="c1"), [42])
     diff = "--- a/add.py\n+++ b/add.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a - b\n+    return a + b"
     diff = f"Here it is:\n```diff\n{diff}\n```\n"
     for at, text in enumerate((diff, "```python\nreturn a + b  # a sum\n```", "I give up.")):
         call = ModelCall(f"b{at}", finish_reason="stop", start_time=10.0, end_time=11.5)
-        trace.add_node(
+        trace.graph.add_node(
             result, Message("assistant", text), [1, 60 + at, 2], sampled_span=(1, 3), logprobs=[-1.0, -0.1], call=call
         )
     trace.info["forks"] = [{"node": 5, "at": 3, "reason": "retry", "detail": "the agent asked again"}]

@@ -27,7 +27,7 @@ async def play(taskset: Taskset, task: Task, replies: str | Sequence[str | Messa
 
     def add(message: Message | None) -> bool:
         if message is not None:
-            trace.add_node(len(trace.nodes) - 1, message)
+            trace.graph.add_node(len(trace.nodes) - 1, message)
         return message is not None
 
     if isinstance(task.prompt, str):

@@ -24,11 +24,11 @@ def make_trace(
 ) -> Trace:
     """Return a trace whose turns all have the same reply."""
     trace = Trace(id=name, agent=agent, rewards={"score": None if reward is None else (reward, 1.0)})
-    node = trace.add_node(-1, Message("user", "?"), PROMPT)
+    node = trace.graph.add_node(-1, Message("user", "?"), PROMPT)
     for turn in range(turns):
         if turn:
-            node = trace.add_node(node, Message("user", "and?"), [4])
-        node = trace.add_node(
+            node = trace.graph.add_node(node, Message("user", "and?"), [4])
+        node = trace.graph.add_node(
             node,
             Message("assistant", "!"),
             [5, *reply],
@@ -59,8 +59,8 @@ def make_rollout(
     """Return what a run stores of rollout `number`: its record and its traces."""
     reply = text if text is not None else f"reply {number}"
     trace = Trace(id=f"t{number}", episode=f"e{number}", task={"prompt": f"question {number}"})
-    question = trace.add_node(-1, Message("user", f"question {number}"), [1, 2, number])
-    trace.add_node(
+    question = trace.graph.add_node(-1, Message("user", f"question {number}"), [1, 2, number])
+    trace.graph.add_node(
         question,
         Message("assistant", reply),
         [3, 4, 5],

@@ -43,10 +43,10 @@ def small_trace() -> Trace:
     """Every column, table and header field in as few bytes as they take."""
     trace = Trace(id="t", group="g", info={"a": 1}, rewards={"r": (1.0, 0.5), "due": None})
     image = trace.add_media(IMAGES[0])
-    trace.add_node(-1, Message("u", "é"), [7, 0, 9], content_span=(1, 3), media=[MediaRef(0, image, 1, 2)])
+    trace.graph.add_node(-1, Message("u", "é"), [7, 0, 9], content_span=(1, 3), media=[MediaRef(0, image, 1, 2)])
     versions = [VersionRun("p", 0, 1, 1), VersionRun("q", 0, 2, 1)]
     for name in ("c", "d"):
-        trace.add_node(
+        trace.graph.add_node(
             0,
             Message("a", "yo"),
             [3, 4, 5],
@@ -123,7 +123,7 @@ def test_decoded_trace_can_be_extended_like_the_original(script: Script, data: s
 def test_empty_traces_and_columns_round_trip():
     assert encode_trace(decode_trace(encode_trace(Trace(id="t")))) == encode_trace(Trace(id="t"))
     trace = Trace(id="")
-    trace.add_node(-1, Message(""), arrays={"none": np.zeros((0, 3))})
+    trace.graph.add_node(-1, Message(""), arrays={"none": np.zeros((0, 3))})
     assert decode_trace(encode_trace(trace)).nodes[0].arrays["none"].shape == (0, 3)
 
 
@@ -131,7 +131,7 @@ def test_empty_traces_and_columns_round_trip():
 def test_arrays_of_every_plain_dtype_round_trip(dtype: str):
     array = np.array([0, 1, 1]).astype(dtype)
     trace = Trace(id="t")
-    trace.add_node(-1, Message("u"), [1, 2, 3], arrays={"x": array, "strided": np.repeat(array, 2)[::2]})
+    trace.graph.add_node(-1, Message("u"), [1, 2, 3], arrays={"x": array, "strided": np.repeat(array, 2)[::2]})
     again = decode_trace(encode_trace(trace)).nodes[0].arrays
     for name in ("x", "strided"):
         assert again[name].tolist() == array.tolist()
@@ -149,7 +149,7 @@ def test_failures_and_timing_round_trip():
 def test_logprobs_round_trip_bit_exactly():
     odd = np.array([0x7FC00001, 0x80000000, 0xFF800000, 0x00000001], np.uint32).view(np.float32)[1:]
     trace = Trace(id="t")
-    trace.add_node(-1, Message("a"), [1, 2, 3], sampled_span=(0, 3), logprobs=odd)
+    trace.graph.add_node(-1, Message("a"), [1, 2, 3], sampled_span=(0, 3), logprobs=odd)
     assert decode_trace(encode_trace(trace)).nodes[0].logprobs.tobytes() == odd.tobytes()
 
 

@@ -178,9 +178,9 @@ def test_delta_with_other_column_lengths_raises():
     trace = Trace(id="t")
     early, late = TraceDeltaEncoder(trace), TraceDeltaEncoder(trace)
     first = early.next_delta() or b""
-    trace.add_node(-1, Message("user"), [1])
+    trace.graph.add_node(-1, Message("user"), [1])
     other_first = late.next_delta() or b""
-    trace.add_node(0, Message("user"), [2])
+    trace.graph.add_node(0, Message("user"), [2])
     second, other_second = early.next_delta() or b"", late.next_delta() or b""
     for own, foreign in (((first, second), other_second), ((other_first, other_second), second)):
         reader = received([own[0]])
@@ -192,10 +192,10 @@ def test_delta_with_other_column_lengths_raises():
 def test_delta_holds_only_what_is_new():
     trace = Trace(id="t")
     writer = TraceDeltaEncoder(trace)
-    trace.add_node(-1, Message("user", "x" * 1000), list(range(1000)))
+    trace.graph.add_node(-1, Message("user", "x" * 1000), list(range(1000)))
     trace.add_media(IMAGES[0])
     assert len(writer.next_delta() or b"") > 5000
-    trace.add_node(0, Message("user", "y"), [5])
+    trace.graph.add_node(0, Message("user", "y"), [5])
     assert len(writer.next_delta() or b"") < 250
 
 
@@ -203,7 +203,7 @@ def test_delta_is_no_complete_trace_but_a_complete_trace_is_a_first_delta():
     trace = Trace(id="t")
     writer = TraceDeltaEncoder(trace)
     writer.next_delta()
-    trace.add_node(-1, Message("user"), [1])
+    trace.graph.add_node(-1, Message("user"), [1])
     delta = writer.next_delta()
     assert delta is not None
     with pytest.raises(DataCorrupt):

@@ -182,9 +182,9 @@ def test_mrope_positions_come_from_the_node_and_text_is_equal_on_all_axes():
     trace = Trace(id="a")
     image = trace.add_media(Media.from_bytes(b"cat", "image/png"))
     axes = np.array([[1, 1, 1], [1, 1, 2], [3, 3, 3]], np.int32)
-    trace.add_node(-1, Message("system"), [1])
-    trace.add_node(0, Message("user"), [9, 9, 2], media=[MediaRef(0, image, 0, 2)], arrays={"position": axes})
-    trace.add_node(
+    trace.graph.add_node(-1, Message("system"), [1])
+    trace.graph.add_node(0, Message("user"), [9, 9, 2], media=[MediaRef(0, image, 0, 2)], arrays={"position": axes})
+    trace.graph.add_node(
         1, Message("assistant"), [5], sampled_span=(0, 1), logprobs=[-1.0], arrays={"position": np.full((1, 3), 4)}
     )
     forest = build_forest([AnnotatedTrace(trace, (rl("a", 2),))])

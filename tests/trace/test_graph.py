@@ -136,7 +136,7 @@ def test_views_stay_valid_when_the_trace_grows(script: Script):
 
 def test_views_are_read_only():
     trace = Trace(id="t")
-    trace.add_node(-1, USER, [1, 2], sampled_span=(0, 2), logprobs=[-1, -2], arrays={"x": np.zeros(2)})
+    trace.graph.add_node(-1, USER, [1, 2], sampled_span=(0, 2), logprobs=[-1, -2], arrays={"x": np.zeros(2)})
     node, branch = trace.nodes[0], trace.branches[0]
     for view in (node.token_ids, node.logprobs, node.arrays["x"], branch.token_ids):
         with pytest.raises(ValueError, match="read-only"):
@@ -146,7 +146,7 @@ def test_views_are_read_only():
 def test_add_node_copies_its_arrays():
     trace = Trace(id="t")
     tokens, logprobs, extra = np.array([1, 2], np.int32), np.zeros(2, np.float32), np.zeros(2)
-    trace.add_node(-1, USER, tokens, sampled_span=(0, 2), logprobs=logprobs, arrays={"extra": extra})
+    trace.graph.add_node(-1, USER, tokens, sampled_span=(0, 2), logprobs=logprobs, arrays={"extra": extra})
     before = encode_trace(trace)
     for array in (tokens, logprobs, extra):
         array[:] = 7
@@ -204,19 +204,21 @@ WRONG_NODES = {
 def test_invalid_node_raises_and_leaves_the_trace_unchanged(wrong: dict):
     trace = Trace(id="t")
     trace.add_media(IMAGES[0])
-    trace.add_node(-1, USER, [9])
+    trace.graph.add_node(-1, USER, [9])
     before = encode_trace(trace)
     node = {"parent": 0, "message": USER} | VALID | wrong
     with pytest.raises(OperationInvalid):
-        trace.add_node(node.pop("parent"), node.pop("message"), node.pop("token_ids"), **node)
+        trace.graph.add_node(node.pop("parent"), node.pop("message"), node.pop("token_ids"), **node)
     assert encode_trace(trace) == before
-    assert trace.add_node(0, USER, [1]) == 1
+    assert trace.graph.add_node(0, USER, [1]) == 1
     oracle.look_at_everything(trace)
 
 
 def test_numpy_numbers_in_sampling_params_are_converted():
     trace = Trace(id="t")
-    trace.add_node(-1, USER, call=ModelCall("c", sampling_params={"temperature": np.float32(0.5), "seed": np.int64(3)}))
+    trace.graph.add_node(
+        -1, USER, call=ModelCall("c", sampling_params={"temperature": np.float32(0.5), "seed": np.int64(3)})
+    )
     call = trace.nodes[0].call
     assert call is not None and call.sampling_params == {"temperature": 0.5, "seed": 3}
 

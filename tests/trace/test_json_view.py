@@ -64,8 +64,10 @@ def test_json_holds_no_token_ids_logprobs_arrays_or_media_bytes():
     trace = Trace(id="t")
     data = b"\x89PNG secret bytes"
     image = trace.add_media(Media.from_bytes(data, "image/png"))
-    trace.add_node(-1, Message("user", (TextPart("look"),)), [70001, 70002, 70003], media=[MediaRef(0, image, 1, 2)])
-    trace.add_node(
+    trace.graph.add_node(
+        -1, Message("user", (TextPart("look"),)), [70001, 70002, 70003], media=[MediaRef(0, image, 1, 2)]
+    )
+    trace.graph.add_node(
         0,
         Message("assistant", "seen"),
         [70004, 70005],
@@ -113,7 +115,7 @@ def test_json_holds_the_whole_header():
 @pytest.mark.parametrize("indent", [None, 0, 2])
 def test_output_is_valid_json_at_any_indent(indent: int | None):
     trace = Trace(id="t", info={"odd": [float("inf"), float("nan"), '\0\u2028"\\'], "big": 2**63})
-    trace.add_node(-1, Message("user", "größe 🌳", tool_calls=(ToolCall("1", "f", '{"a": "b"}'),)))
+    trace.graph.add_node(-1, Message("user", "größe 🌳", tool_calls=(ToolCall("1", "f", '{"a": "b"}'),)))
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)

@@ -29,11 +29,11 @@ def test_counts_of_a_trace_include_every_node_once(script: Script):
 def forked_trace() -> Trace:
     """A user message, two replies of two sampled tokens, and a question after the first reply."""
     trace = Trace(id="t")
-    trace.add_node(-1, Message("user", "hi"), [1, 2, 3])
+    trace.graph.add_node(-1, Message("user", "hi"), [1, 2, 3])
     reply = {"sampled_span": (1, 3), "logprobs": [-1.0, -1.0]}
-    trace.add_node(0, Message("assistant", "yo"), [4, 5, 6], call=ModelCall("a"), **reply)
-    trace.add_node(0, Message("assistant", ""), [4, 7, 6], call=ModelCall("b"), **reply)
-    trace.add_node(1, Message("user", "more"), [1, 8])
+    trace.graph.add_node(0, Message("assistant", "yo"), [4, 5, 6], call=ModelCall("a"), **reply)
+    trace.graph.add_node(0, Message("assistant", ""), [4, 7, 6], call=ModelCall("b"), **reply)
+    trace.graph.add_node(1, Message("user", "more"), [1, 8])
     return trace
 
 
@@ -50,11 +50,11 @@ def test_has_response_is_whether_the_last_reply_has_content():
     assert not trace.has_response  # the reply of call b is empty
     assert [branch.has_response for branch in trace.branches] == [False, True]
     assert not Branch(trace, 0).has_response  # no reply at all
-    trace.add_node(3, Message("assistant", (MediaPart("hash"),)), call=ModelCall("c"))
+    trace.graph.add_node(3, Message("assistant", (MediaPart("hash"),)), call=ModelCall("c"))
     assert trace.has_response
 
 
 def test_assistant_messages_of_the_prompt_are_no_response():
     trace = Trace(id="t")
-    trace.add_node(-1, Message("assistant", "an example"), [1, 2])
+    trace.graph.add_node(-1, Message("assistant", "an example"), [1, 2])
     assert (trace.num_turns, trace.has_response) == (0, False)

@@ -36,10 +36,10 @@ def build_trace(
     rng: Random, name: str, prompt: list[int], env: str = "e", step: int = 0, temperature: float = 1.0
 ) -> AnnotatedTrace:
     trace = Trace(id=name)
-    trace.add_node(-1, Message("user"), np.array(prompt, np.int32))
+    trace.graph.add_node(-1, Message("user"), np.array(prompt, np.int32))
     size = rng.randrange(4, 12)
     half = size // 2
-    trace.add_node(
+    trace.graph.add_node(
         0,
         Message("assistant"),
         np.array([rng.randrange(VOCAB) for _ in range(size)], np.int32),

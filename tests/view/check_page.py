@@ -71,11 +71,11 @@ def write_hostile_training(path):
         for step in range(3):
             log.log_metrics(step, {f"reward/{HOSTILE['html']}{HOSTILE['bidi']}/mean": 0.5})
         trace = Trace(id="many", task={"prompt": text})
-        question = trace.add_node(-1, Message("user", text), [40 + number % 30 for number in range(100_000)])
+        question = trace.graph.add_node(-1, Message("user", text), [40 + number % 30 for number in range(100_000)])
         span, logprobs = (0, 5000), [-0.1] * 4990 + [-9.0] * 10
         reply = Message("assistant", text)
         call = ModelCall("c", finish_reason="stop")
-        trace.add_node(question, reply, [50] * 5000, sampled_span=span, logprobs=logprobs, call=call)
+        trace.graph.add_node(question, reply, [50] * 5000, sampled_span=span, logprobs=logprobs, call=call)
         trace.rewards = {HOSTILE["html"]: (0.5, 1.0)}
         run_coroutine(store.add_rollout(make_record("many", HOSTILE["html"], 0, HOSTILE["link"], [trace]), [trace]))
 

@@ -229,7 +229,7 @@ def test_a_long_message_is_read_in_parts_that_miss_no_character(tmp_path):
 async def test_long_reasoning_and_arguments_end_with_an_ellipsis(tmp_path):
     trace = make_trace("0.0", 0, [50, 2], 1.0)
     call = ToolCall("c", "write", "a" * (MAX_MESSAGE_CHARS + 1))
-    trace.add_node(1, Message("assistant", "", "r" * (MAX_MESSAGE_CHARS + 1), (call,)), [5])
+    trace.graph.add_node(1, Message("assistant", "", "r" * (MAX_MESSAGE_CHARS + 1), (call,)), [5])
     with RunStore.open(tmp_path / "run") as store:
         await store.add_rollout(make_record("0.0", "0", 0, "", [trace]), [trace])
     node = RunQueries(tmp_path).get_rollout("run", "0.0")["traces"][0]["nodes"][2]
@@ -373,7 +373,7 @@ def test_an_exported_rollout_says_where_it_was_trained(queries):
 async def test_nothing_that_a_model_wrote_changes_the_markdown(tmp_path):
     trace = make_trace("0.0", 0, [50, 2], 1.0, text="`" * 300_000)
     call = ToolCall("c", "x`\n# A heading\n![](http://evil.example/)", "{}")
-    trace.add_node(1, Message("assistant", "", tool_calls=(call,)), [5])
+    trace.graph.add_node(1, Message("assistant", "", tool_calls=(call,)), [5])
     trace.agent = "a\n# b"
     with RunStore.open(tmp_path / "run") as store:
         await store.add_rollout(make_record("0.0", "0", 0, "", [trace]), [trace])

@@ -188,6 +188,7 @@ class MessageGraph:
         """Append a node and return its index. If any part of it is invalid, nothing is appended.
 
         The spans are relative to the node's first token. `logprobs` and `versions` are of the sampled tokens.
+        `TraceBuilder` records model calls.
         """
         ids, sampled_logprobs = as_token_ids(token_ids), as_logprobs(logprobs)
         node, num_sampled = len(self), sampled_span[1] - sampled_span[0]

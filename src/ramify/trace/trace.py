@@ -168,36 +168,6 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
         table.append(media)
         return len(table) - 1
 
-    def add_node(
-        self,
-        parent: int,
-        message: Message,
-        token_ids: npt.ArrayLike = (),
-        *,
-        sampled_span: tuple[int, int] = (0, 0),
-        content_span: tuple[int, int] = (0, 0),
-        logprobs: npt.ArrayLike = (),
-        versions: Sequence[VersionRun] = (),
-        media: Sequence[MediaRef] = (),
-        arrays: Mapping[str, npt.NDArray[Any]] | None = None,
-        call: ModelCall | None = None,
-        trainable: bool = True,
-    ) -> int:
-        """Append one node and return its index; see `MessageGraph.add_node`. Record model calls with `TraceBuilder`."""
-        return self.graph.add_node(
-            parent,
-            message,
-            token_ids,
-            sampled_span=sampled_span,
-            content_span=content_span,
-            logprobs=logprobs,
-            versions=versions,
-            media=media,
-            arrays=arrays,
-            call=call,
-            trainable=trainable,
-        )
-
 
 @dataclass(slots=True, frozen=True)
 class Node:

@@ -248,9 +248,9 @@ def _build_chain(ids: Tensor) -> Forest:
     """Return a forest of one path, in which every token but the first is trained."""
     trace = Trace(id="trial")
     first, *sampled = ids.tolist()
-    prompt = trace.add_node(-1, Message("user", ""), [first])
+    prompt = trace.graph.add_node(-1, Message("user", ""), [first])
     call = {"sampled_span": (0, len(sampled)), "logprobs": [0.0] * len(sampled), "call": ModelCall("trial")}
-    reply = trace.add_node(prompt, Message("assistant", ""), sampled, **call)
+    reply = trace.graph.add_node(prompt, Message("assistant", ""), sampled, **call)
     return build_forest([AnnotatedTrace(trace, (Annotation("trial", reply, advantage=1.0),))])
 
 

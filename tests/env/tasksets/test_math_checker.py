@@ -46,8 +46,8 @@ def test_reward_of_a_dataset_also_after_an_answer_that_cannot_be_computed(checke
     scores = {}
     for reply in ("it is $19$", ENDLESS, "it is $18$"):
         trace = rf.Trace(id="t")
-        prompt = trace.add_node(-1, rf.Message("user", "2*9?"), [1])
-        trace.add_node(prompt, rf.Message("assistant", reply), [2])
+        prompt = trace.graph.add_node(-1, rf.Message("user", "2*9?"), [1])
+        trace.graph.add_node(prompt, rf.Message("assistant", reply), [2])
         scores[reply] = (taskset.correct(task, trace), trace.info)
     assert scores == {
         "it is $19$": (0.0, {}),

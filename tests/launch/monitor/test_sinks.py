@@ -36,10 +36,10 @@ def build_rollout() -> Trace:
     trace.add_media(media)
     tokens = np.arange(3, dtype=np.int32)
     question = Message(role="user", content=(TextPart(text="What is this? "), MediaPart(hash=media.hash)))
-    trace.add_node(parent=-1, message=question, token_ids=tokens)
+    trace.graph.add_node(parent=-1, message=question, token_ids=tokens)
     call = Message(role="assistant", tool_calls=(ToolCall(id="1", name="zoom", arguments='{"by": 2}'),))
-    trace.add_node(parent=0, message=call, token_ids=tokens)
-    trace.add_node(
+    trace.graph.add_node(parent=0, message=call, token_ids=tokens)
+    trace.graph.add_node(
         parent=0, message=Message(role="assistant", content="a tree", reasoning="green"), token_ids=tokens + 9
     )
     return trace

@@ -80,9 +80,9 @@ def build_trace(name: str, content: str) -> tuple[AnnotatedTrace, list[int], lis
             token_ids.append(int(letter))
     trace = Trace(id=name)
     refs = [MediaRef(0, trace.add_media(MEDIA[letter]), start, stop) for letter, start, stop in spans]
-    prompt = trace.add_node(-1, Message("user", content), token_ids, media=refs)
+    prompt = trace.graph.add_node(-1, Message("user", content), token_ids, media=refs)
     reply_ids = [7, ord(name) % 5]
-    reply = trace.add_node(
+    reply = trace.graph.add_node(
         prompt, Message("assistant", "!"), reply_ids, sampled_span=(0, 2), logprobs=[-0.5, -0.5], call=ModelCall(name)
     )
     images = [ImageSpan(start, stop, GRIDS[letter]) for letter, start, stop in spans]

@@ -20,16 +20,16 @@ def printed(trace: Trace, **options) -> str:
 def reply(trace: Trace, parent: int, text: str, number: int, **more) -> int:
     call = ModelCall(f"c{number}", finish_reason="stop", usage=Usage(5, 3))
     ids = [1, 2, number]
-    return trace.add_node(
+    return trace.graph.add_node(
         parent, Message("assistant", text, **more), ids, sampled_span=(0, 3), logprobs=[-1.0] * 3, call=call
     )
 
 
 def forked() -> Trace:
     trace = Trace(id="t1", rewards={"score": (0.5, 2.0), "late": None}, metrics={"turns": 2.0}, stop="done")
-    user = trace.add_node(-1, Message("user", "go"), [7, 8])
+    user = trace.graph.add_node(-1, Message("user", "go"), [7, 8])
     first = reply(trace, user, "left way", 3, tool_calls=(ToolCall("x", "look", '{"at": 1}'),))
-    trace.add_node(first, Message("tool", "seen", tool_call_id="x"), [9])
+    trace.graph.add_node(first, Message("tool", "seen", tool_call_id="x"), [9])
     reply(trace, user, "right way", 4)
     trace.info["forks"] = [{"node": 3, "at": 0, "reason": "sample", "detail": ""}]
     trace.errors = [Failure.from_exception(EnvironmentFault("reward late raised"))]
@@ -57,7 +57,7 @@ def test_rewards_metrics_and_errors_are_shown():
 
 def test_long_message_is_truncated_unless_full():
     trace = Trace(id="t")
-    trace.add_node(-1, Message("user", "x" * 5000 + "END"), [1])
+    trace.graph.add_node(-1, Message("user", "x" * 5000 + "END"), [1])
     assert "END" not in printed(trace)
     assert "5003 characters" in printed(trace)
     assert "END" in printed(trace, full=True)
@@ -67,13 +67,13 @@ def test_long_conversation_does_not_recurse():
     trace = Trace(id="t")
     node = -1
     for number in range(1500):
-        node = trace.add_node(node, Message("user", f"turn {number}"), [number])
+        node = trace.graph.add_node(node, Message("user", f"turn {number}"), [number])
     assert "turn 1499" in printed(trace)
 
 
 def test_square_brackets_are_not_markup():
     trace = Trace(id="t")
-    trace.add_node(-1, Message("user", "guess [crane] and [/red]"), [1])
+    trace.graph.add_node(-1, Message("user", "guess [crane] and [/red]"), [1])
     assert "[crane] and [/red]" in printed(trace)
 
 
@@ -81,7 +81,7 @@ def test_images_are_shown_by_format_and_size(tmp_path):
     image = make_media(100, 100)
     trace = Trace(id="t")
     trace.add_media(image)
-    trace.add_node(-1, Message("user", (TextPart("What is "), MediaPart(image.hash), TextPart("?"))), [1])
+    trace.graph.add_node(-1, Message("user", (TextPart("What is "), MediaPart(image.hash), TextPart("?"))), [1])
     label = f"[image 100×100 png {image.hash[:4]}]"
     assert f"What is {label}?" in printed(trace)
     store = ImageStore(tmp_path)
@@ -92,7 +92,7 @@ def test_images_are_shown_by_format_and_size(tmp_path):
 
 def test_long_lines_are_wrapped(capsys):
     trace = Trace(id="t")
-    trace.add_node(-1, Message("user", " ".join(f"word{number}" for number in range(40))), [1])
+    trace.graph.add_node(-1, Message("user", " ".join(f"word{number}" for number in range(40))), [1])
     make_console().print(render_trace_tree(trace))
     text = capsys.readouterr().out
     assert all(f"word{number}" in text for number in range(40))

@@ -21,7 +21,7 @@ def image_rollout(number: int, *images: Media):
     trace = Trace(id=f"t{number}", task={"prompt": prompt})
     parts = tuple(MediaPart(image.hash) for image in images)
     refs = [MediaRef(index + 1, trace.add_media(image), 2 * index, 2 * index + 2) for index, image in enumerate(images)]
-    trace.add_node(-1, Message("user", (TextPart("look: "), *parts)), [9] * 2 * len(images), media=refs)
+    trace.graph.add_node(-1, Message("user", (TextPart("look: "), *parts)), [9] * 2 * len(images), media=refs)
     return record, [trace]
 
 

@@ -82,7 +82,7 @@ def build_annotated_trace(
                     )
                     for item in images
                 ]
-                nodes[key] = trace.add_node(parent, span.message, tokens, content_span=body, media=refs)
+                nodes[key] = trace.graph.add_node(parent, span.message, tokens, content_span=body, media=refs)
             node = nodes[key]
             if index in trained:
                 first = max(body[0], 1 if start == 0 else 0)  # nothing predicts the very first token

@@ -1,7 +1,6 @@
 """A hotel: guests stay in rooms, night by night."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,6 +14,7 @@ from ramify.env.tasksets.general_agent.world import (
     find_by_name,
     get_row,
     make_call,
+    make_goal,
 )
 
 NIGHTS = range(1, 8)
@@ -54,10 +54,6 @@ class Hotel(World):
             if f"{room}-{night}" not in hotel.stays and hotel._find_stay(guest, night) is None:
                 hotel.book_room(guest, room, night)
         return hotel
-
-    def tools(self) -> list[Callable[..., Any]]:
-        """Return the tools of the hotel."""
-        return [self.find_guest, self.free_rooms, self.list_stays, self.book_room, self.cancel_stay, self.move_stay]
 
     def find_guest(self, name: str) -> dict[str, Any]:
         """Find a guest by name."""
@@ -105,13 +101,11 @@ class Hotel(World):
             return None
         room = min(free, key=lambda id: self.rooms[id].price)
         size = f"{beds} beds" if beds > 1 else "1 bed"
-        return WorldGoal(
+        return make_goal(
             f"Book the cheapest free room with {size} for {self.guests[guest].name} on night {night}.",
-            (
-                make_call("find_guest", name=self.guests[guest].name),
-                make_call("free_rooms", night=night),
-                make_call("book_room", guest_id=guest, room=room, night=night),
-            ),
+            make_call("find_guest", name=self.guests[guest].name),
+            make_call("free_rooms", night=night),
+            make_call("book_room", guest_id=guest, room=room, night=night),
         )
 
     def make_cancellation_goal(self, rng: random.Random) -> WorldGoal | None:
@@ -121,13 +115,11 @@ class Hotel(World):
         id = rng.choice(list(self.stays))
         stay = self.stays[id]
         name = self.guests[stay.guest].name
-        return WorldGoal(
+        return make_goal(
             f"Cancel the stay of {name} on night {stay.night}.",
-            (
-                make_call("find_guest", name=name),
-                make_call("list_stays", guest_id=stay.guest),
-                make_call("cancel_stay", stay_id=id),
-            ),
+            make_call("find_guest", name=name),
+            make_call("list_stays", guest_id=stay.guest),
+            make_call("cancel_stay", stay_id=id),
         )
 
     def make_move_goal(self, rng: random.Random) -> WorldGoal | None:
@@ -141,15 +133,14 @@ class Hotel(World):
             return None
         room = rng.choice(free)
         name = self.guests[stay.guest].name
-        return WorldGoal(
+        return make_goal(
             f"Move {name} to room {room} on night {stay.night}.",
-            (
-                make_call("find_guest", name=name),
-                make_call("list_stays", guest_id=stay.guest),
-                make_call("move_stay", stay_id=id, room=room),
-            ),
+            make_call("find_guest", name=name),
+            make_call("list_stays", guest_id=stay.guest),
+            make_call("move_stay", stay_id=id, room=room),
         )
 
+    tool_names = ("find_guest", "free_rooms", "list_stays", "book_room", "cancel_stay", "move_stay")
     goal_makers = (make_booking_goal, make_cancellation_goal, make_move_goal)
 
     def _find_stay(self, guest: str, night: int) -> str | None:

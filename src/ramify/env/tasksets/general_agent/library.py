@@ -1,7 +1,6 @@
 """A library: members borrow books."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,6 +13,7 @@ from ramify.env.tasksets.general_agent.world import (
     find_by_name,
     get_row,
     make_call,
+    make_goal,
 )
 
 TITLE_NOUNS = ("history", "secret", "garden", "letters", "shadow", "island", "winter", "journey")
@@ -64,18 +64,6 @@ class Library(World):
             member, book = rng.choice(list(members)), rng.choice(list(books))
             loans[f"{member}{book}"] = Loan(member=member, book=book, due=rng.randint(1, LOAN_DAYS))
         return cls(books=books, members=members, loans=loans)
-
-    def tools(self) -> list[Callable[..., Any]]:
-        """Return the tools of the library."""
-        return [
-            self.find_member,
-            self.find_book,
-            self.list_loans,
-            self.lend_book,
-            self.return_book,
-            self.renew_loan,
-            self.pay_fine,
-        ]
 
     def find_member(self, name: str) -> dict[str, Any]:
         """Find a member by name."""
@@ -134,14 +122,12 @@ class Library(World):
             return None
         name, title = self.members[member].name, self.books[book].name
         fine = self.members[member].fine
-        return WorldGoal(
+        return make_goal(
             f"Lend {title} to {name}" + (", who has come to pay the fine too." if fine else "."),
-            (
-                make_call("find_member", name=name),
-                make_call("find_book", title=title),
-                *([make_call("pay_fine", member_id=member)] if fine else []),
-                make_call("lend_book", member_id=member, book_id=book),
-            ),
+            make_call("find_member", name=name),
+            make_call("find_book", title=title),
+            *([make_call("pay_fine", member_id=member)] if fine else []),
+            make_call("lend_book", member_id=member, book_id=book),
         )
 
     def make_return_goal(self, rng: random.Random) -> WorldGoal | None:
@@ -151,13 +137,11 @@ class Library(World):
         member = self.loans[rng.choice(list(self.loans))].member
         name = self.members[member].name
         books = [loan.book for loan in self.loans.values() if loan.member == member]
-        return WorldGoal(
+        return make_goal(
             f"{name} brings back every book that is out on that name.",
-            (
-                make_call("find_member", name=name),
-                make_call("list_loans", member_id=member),
-                *(make_call("return_book", member_id=member, book_id=book) for book in books),
-            ),
+            make_call("find_member", name=name),
+            make_call("list_loans", member_id=member),
+            *(make_call("return_book", member_id=member, book_id=book) for book in books),
         )
 
     def make_renewal_goal(self, rng: random.Random) -> WorldGoal | None:
@@ -166,15 +150,14 @@ class Library(World):
             return None
         loan = self.loans[rng.choice(list(self.loans))]
         name, title = self.members[loan.member].name, self.books[loan.book].name
-        return WorldGoal(
+        return make_goal(
             f"Renew the loan of {title} for {name}.",
-            (
-                make_call("find_member", name=name),
-                make_call("list_loans", member_id=loan.member),
-                make_call("renew_loan", member_id=loan.member, book_id=loan.book),
-            ),
+            make_call("find_member", name=name),
+            make_call("list_loans", member_id=loan.member),
+            make_call("renew_loan", member_id=loan.member, book_id=loan.book),
         )
 
+    tool_names = ("find_member", "find_book", "list_loans", "lend_book", "return_book", "renew_loan", "pay_fine")
     goal_makers = (make_loan_goal, make_return_goal, make_renewal_goal)
 
     def _get_loan(self, member_id: str, book_id: str) -> Loan:

@@ -1,7 +1,6 @@
 """A shop: customers order products."""
 
 import random
-from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -14,6 +13,7 @@ from ramify.env.tasksets.general_agent.world import (
     find_by_name,
     get_row,
     make_call,
+    make_goal,
 )
 
 CITIES = ("Oslo", "Lima", "Kyoto", "Cairo", "Porto", "Quito", "Turin", "Basel", "Accra", "Perth")
@@ -86,17 +86,6 @@ class Shop(World):
             )
         return cls(customers=customers, products=products, orders=orders)
 
-    def tools(self) -> list[Callable[..., Any]]:
-        """Return the tools of the shop."""
-        return [
-            self.find_customer,
-            self.list_products,
-            self.list_orders,
-            self.place_order,
-            self.cancel_order,
-            self.move_customer,
-        ]
-
     def find_customer(self, name: str) -> dict[str, Any]:
         """Find a customer by name."""
         id = find_by_name(self.customers, name, "customer")
@@ -150,13 +139,11 @@ class Shop(World):
         id = rng.choice(open_orders)
         order = self.orders[id]
         customer = self.customers[order.customer].name
-        return WorldGoal(
+        return make_goal(
             f"Cancel the order of {customer} for the {self.products[order.product].name}.",
-            (
-                make_call("find_customer", name=customer),
-                make_call("list_orders", customer_id=order.customer),
-                make_call("cancel_order", order_id=id),
-            ),
+            make_call("find_customer", name=customer),
+            make_call("list_orders", customer_id=order.customer),
+            make_call("cancel_order", order_id=id),
         )
 
     def make_order_goal(self, rng: random.Random) -> WorldGoal | None:
@@ -170,13 +157,11 @@ class Shop(World):
             return None
         quantity = rng.randint(1, min(3, self.products[product].stock))
         product_name = "cheapest product" if cheapest else self.products[product].name
-        return WorldGoal(
+        return make_goal(
             f"Order the {product_name} for {self.customers[customer].name}, quantity {quantity}.",
-            (
-                make_call("find_customer", name=self.customers[customer].name),
-                make_call("list_products"),
-                make_call("place_order", customer_id=customer, product_id=product, quantity=quantity),
-            ),
+            make_call("find_customer", name=self.customers[customer].name),
+            make_call("list_products"),
+            make_call("place_order", customer_id=customer, product_id=product, quantity=quantity),
         )
 
     def make_move_goal(self, rng: random.Random) -> WorldGoal | None:
@@ -184,9 +169,11 @@ class Shop(World):
         customer = rng.choice(list(self.customers))
         city = rng.choice([city for city in CITIES if city != self.customers[customer].city])
         name = self.customers[customer].name
-        return WorldGoal(
+        return make_goal(
             f"{name} has moved to {city}; correct the city.",
-            (make_call("find_customer", name=name), make_call("move_customer", customer_id=customer, city=city)),
+            make_call("find_customer", name=name),
+            make_call("move_customer", customer_id=customer, city=city),
         )
 
+    tool_names = ("find_customer", "list_products", "list_orders", "place_order", "cancel_order", "move_customer")
     goal_makers = (make_cancellation_goal, make_order_goal, make_move_goal)

@@ -1,7 +1,6 @@
 """A list of tickets: people of a team work on them."""
 
 import random
-from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -15,6 +14,7 @@ from ramify.env.tasksets.general_agent.world import (
     find_by_name,
     get_row,
     make_call,
+    make_goal,
 )
 
 SUBJECTS = (
@@ -62,10 +62,6 @@ class Tickets(World):
             tickets[f"T{number}"] = Ticket(title=title, urgency=urgency, status=status, owner=owner)
         return cls(people=team, tickets=tickets)
 
-    def tools(self) -> list[Callable[..., Any]]:
-        """Return the tools of the ticket system."""
-        return [self.find_person, self.list_tickets, self.assign_ticket, self.close_ticket, self.reopen_ticket]
-
     def find_person(self, name: str) -> dict[str, Any]:
         """Find a person by name."""
         return {"person_id": find_by_name(self.people, name, "person")}
@@ -108,13 +104,11 @@ class Tickets(World):
         id = max(open_tickets, key=lambda id: self.tickets[id].urgency)
         person = rng.choice(list(self.people))
         name = self.people[person].name
-        return WorldGoal(
+        return make_goal(
             f"Give the most urgent open ticket to {name}.",
-            (
-                make_call("find_person", name=name),
-                make_call("list_tickets", status="open"),
-                make_call("assign_ticket", ticket_id=id, person_id=person),
-            ),
+            make_call("find_person", name=name),
+            make_call("list_tickets", status="open"),
+            make_call("assign_ticket", ticket_id=id, person_id=person),
         )
 
     def make_handover_goal(self, rng: random.Random) -> WorldGoal | None:
@@ -123,14 +117,12 @@ class Tickets(World):
         tickets_in_work = self._find_tickets_in_work(giver)
         if not tickets_in_work:
             return None
-        return WorldGoal(
+        return make_goal(
             f"{self.people[taker].name} takes over all tickets that {self.people[giver].name} is working on.",
-            (
-                make_call("find_person", name=self.people[giver].name),
-                make_call("find_person", name=self.people[taker].name),
-                make_call("list_tickets", status="working"),
-                *(make_call("assign_ticket", ticket_id=id, person_id=taker) for id in tickets_in_work),
-            ),
+            make_call("find_person", name=self.people[giver].name),
+            make_call("find_person", name=self.people[taker].name),
+            make_call("list_tickets", status="working"),
+            *(make_call("assign_ticket", ticket_id=id, person_id=taker) for id in tickets_in_work),
         )
 
     def make_closing_goal(self, rng: random.Random) -> WorldGoal | None:
@@ -139,13 +131,11 @@ class Tickets(World):
         tickets_in_work = self._find_tickets_in_work(person)
         if not tickets_in_work:
             return None
-        return WorldGoal(
+        return make_goal(
             f"Close every ticket that {self.people[person].name} is working on.",
-            (
-                make_call("find_person", name=self.people[person].name),
-                make_call("list_tickets", status="working"),
-                *(make_call("close_ticket", ticket_id=id) for id in tickets_in_work),
-            ),
+            make_call("find_person", name=self.people[person].name),
+            make_call("list_tickets", status="working"),
+            *(make_call("close_ticket", ticket_id=id) for id in tickets_in_work),
         )
 
     def make_reopening_goal(self, rng: random.Random) -> WorldGoal | None:
@@ -154,11 +144,13 @@ class Tickets(World):
         if not closed_tickets:
             return None
         id = rng.choice(closed_tickets)
-        return WorldGoal(
+        return make_goal(
             f"Open the ticket {self.tickets[id].title!r} again.",
-            (make_call("list_tickets", status="closed"), make_call("reopen_ticket", ticket_id=id)),
+            make_call("list_tickets", status="closed"),
+            make_call("reopen_ticket", ticket_id=id),
         )
 
+    tool_names = ("find_person", "list_tickets", "assign_ticket", "close_ticket", "reopen_ticket")
     goal_makers = (make_assignment_goal, make_handover_goal, make_closing_goal, make_reopening_goal)
 
     def _find_tickets_in_work(self, person: str) -> list[str]:

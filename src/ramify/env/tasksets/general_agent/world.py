@@ -45,6 +45,8 @@ class WorldGoal:
 class World(BaseModel):
     """A database: each field is a table of rows by key."""
 
+    tool_names: ClassVar[tuple[str, ...]] = ()
+    """The methods that an agent may call, in the order in which they are offered."""
     goal_makers: ClassVar[Sequence[Callable[[Any, random.Random], WorldGoal | None]]] = ()
     """Methods that draw a goal, or return None if the world allows no such goal. Their order determines the tasks."""
 
@@ -55,13 +57,18 @@ class World(BaseModel):
 
     def tools(self) -> list[Callable[..., Any]]:
         """Return the methods that an agent may call."""
-        raise NotImplementedError
+        return [getattr(self, name) for name in self.tool_names]
 
     def apply_calls(self, calls: Sequence[WorldCall]) -> None:
         """Apply the calls in order."""
         tools_by_name = {tool.__name__: tool for tool in self.tools()}
         for call in calls:
             tools_by_name[call.tool](**call.arguments)
+
+
+def make_goal(text: str, *calls: WorldCall) -> WorldGoal:
+    """Return a goal with the calls that reach it."""
+    return WorldGoal(text, calls)
 
 
 def make_call(tool: str, **arguments: Any) -> WorldCall:
