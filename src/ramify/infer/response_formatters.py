@@ -16,18 +16,16 @@ from ramify.infer.request import RequestOutput, TopLogprobs
 from ramify.model.render import RenderedPrompt, Renderer
 from ramify.trace import Message
 
-# Incremental detokenization, up to the first stop string.
-#
-# A character may be spread over several tokens, so text is held back while it ends in an incomplete character, and
-# while its end could be the beginning of a stop string. To keep each step cheap only the last few tokens are decoded
-# again: text is final up to a token that ended on a complete character, and decoding starts there.
-
 REPLACEMENT_CHAR = "\ufffd"  # what an incomplete character is decoded to
 MAX_PENDING_TOKENS = 16  # tokens that are held back for one character; more are not the bytes of a character
 
 
 class IncrementalDetokenizer:
-    """Decodes token ids as they arrive. `text` is all text returned so far; `stopped` is set by a stop string."""
+    """Decodes token ids as they arrive. `text` is all text returned so far; `stopped` is set by a stop string.
+
+    Text is held back while it ends in an incomplete character, or in what could be the beginning of a stop string. Text
+    is final up to a token that ended on a complete character, and decoding starts there, so each step is cheap.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str] = ()) -> None:
         self.text = ""

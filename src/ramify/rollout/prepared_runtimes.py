@@ -18,8 +18,6 @@ from ramify.core.errors import AgentFailed, EnvironmentFault
 from ramify.env import Runtime, RuntimeProcess, Task
 from ramify.env.runtime import Capabilities, CommandLine
 
-# The files that an agent leaves for its rewards: only those that the task declares as `outputs`.
-
 
 async def collect_outputs(runtime: Runtime, outputs: Sequence[str], target: Path) -> dict[str, str]:
     """Copy the outputs from the agent's runtime into `target`; return those that are missing, with the reason.
@@ -61,18 +59,13 @@ async def run_task_commands(runtime: Runtime, field: str, commands: Sequence[str
             raise EnvironmentFault(f"task.{field}[{index}] exited with {result.returncode}: {command}\n{output}")
 
 
-# A runtime wrapper that retries failed calls.
-#
-# Each call is retried separately if its error is retryable, so that one moment without free processes does not cost a
-# rollout of an hour.
-
 T = TypeVar("T")
 MAX_RETRIES = 3
 INITIAL_BACKOFF = 0.1  # seconds before the first retry, doubled for each further one
 
 
 class RetryingRuntime(Runtime):
-    """Wraps a runtime and retries its calls after retryable errors."""
+    """Wraps a runtime and retries each call after a retryable error: a moment without free processes costs no rollout."""
 
     def __init__(self, inner: Runtime) -> None:
         super().__init__(inner.config)

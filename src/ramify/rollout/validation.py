@@ -55,16 +55,15 @@ class ScriptedPolicy(MessagePolicy):
         return self._build_reply(request.prompt, message, "stop", Usage())
 
 
-# The replies of a perfect agent, parsed from the result of a taskset's `gold` hook.
-#
-# A reply is a text, a dict in the form of a chat message, or a Message. `gold` returns one reply, or a list with one
-# reply for each model call, including those with tool calls.
-
 REPLY_KEYS = ("role", "content", "reasoning_content", "tool_calls")
 
 
 def parse_gold_replies(gold: Any) -> list[str | Message]:
-    """Return the replies in order. Raises EnvironmentFault, which names the invalid reply."""
+    """Return the replies in order. Raises EnvironmentFault, which names the invalid reply.
+
+    `gold` is one reply, or a list with one for each model call, including those with tool calls. A reply is a text, a
+    dict in the form of a chat message, or a Message.
+    """
     replies: list[Any] = [gold] if isinstance(gold, str | Message | Mapping) else list(gold)
     return [_parse_reply(reply, f"gold[{index}]") for index, reply in enumerate(replies)]
 

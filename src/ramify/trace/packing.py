@@ -11,18 +11,14 @@ import numpy.typing as npt
 from ramify.trace.columns import Int32Array, StructuredArray, concat_ranges
 from ramify.trace.forest import Forest, concat_forests, make_padding_forest
 
-# Splits a tree that has too many tokens for one pack.
-#
-# A piece is a union of complete root-to-leaf paths, so every target keeps its full context. Context that several
-# pieces share is repeated, and repeated context carries no targets. A subtree that fits is never split; the subtrees
-# of a larger one are grouped in depth-first order, in which neighbours share the longest paths.
-
 
 def split_forest(forest: Forest, max_tokens: int) -> list[Forest]:
     """Return pieces of at most `max_tokens` tokens that together hold every target exactly once.
 
-    All targets of one model call are in one piece: the first that holds the call's last token. A single path with more
-    than `max_tokens` tokens becomes its own piece.
+    A piece is a union of complete root-to-leaf paths, so every target keeps its full context; context that pieces share
+    is repeated without targets. A subtree that fits is never split; the subtrees of a larger one are grouped in
+    depth-first order, in which neighbours share the longest paths. All targets of one model call are in one piece: the
+    first that holds the call's last token. A single path with more than `max_tokens` tokens becomes its own piece.
     """
     if len(forest) <= max_tokens:
         return [forest] if len(forest) else []

@@ -22,12 +22,6 @@ from ramify.trace import Forest
 from ramify.train.model_inputs import ModelInputs
 from ramify.train.policy import PolicyOutput
 
-# The FLOPs of a training step: the one formula behind every MFU that is reported.
-#
-# Each matrix product counts once: two operations per weight and token in the forward pass, four in the backward pass.
-# The head counts for the pairs that it scores, attention for the visible pairs (two products forward, four backward).
-# Recomputed activations and padding do not count.
-
 FLOPS_FORMULA = (
     "6·(weights in layers)·tokens + 6·vocabulary·width·scored + 12·heads·head_dim·Σ over layers of visible pairs"
 )
@@ -35,7 +29,12 @@ FLOPS_FORMULA = (
 
 @dataclass(frozen=True, slots=True)
 class FlopsModel:
-    """FLOPs of a model, forward and backward."""
+    """FLOPs of a model, forward and backward: the one formula behind every MFU that is reported.
+
+    Each matrix product counts once: two operations per weight and token in the forward pass, four in the backward pass.
+    The head counts for the pairs that it scores, attention for the visible pairs. Recomputed activations and padding do
+    not count.
+    """
 
     per_token: float
     per_scored_token: float

@@ -173,20 +173,16 @@ class MasterReader:
         return state[key]
 
 
-# Export the adapter of a LoRA run as a directory that peft loads.
-#
-# A checkpoint of such a run holds only the adapter's matrices, in float32. So the export reads the last committed
-# checkpoint, renames its matrices for peft, and takes rank and alpha from the run's configuration. It needs no model.
-
 WEIGHTS_FILE = "adapter_model.safetensors"  # the name peft looks for
 _MATRIX_NAME_PATTERN = re.compile(rf"(?P<module>.+)\.(?P<side>lora_[AB])\.{ADAPTER_NAME}\.weight")
 
 
 def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int, Path]:
-    """Write the adapter of the last checkpoint; returns its step and the directory.
+    """Write the adapter of the last committed checkpoint as a directory that peft loads; returns its step and the
+    directory.
 
-    Raises ConfigInvalid if the run trains no adapter or the directory exists, CheckpointRefused if the checkpoint is
-    damaged.
+    A checkpoint of a LoRA run holds only the adapter's matrices, in float32, so no model is needed. Raises
+    ConfigInvalid if the run trains no adapter or the directory exists, CheckpointRefused if the checkpoint is damaged.
     """
     run = store.path
     model_name, trainer = read_run_config(run / "config.toml")

@@ -25,17 +25,15 @@ from ramify.trace.forest import LOSS_COMPONENTS
 from ramify.train.lm_head import ROW_MULTIPLE
 from ramify.train.losses import Entries
 
-# The images of a training step: the tower encodes each once, and gradients go back through it once.
-#
-# The packs read copies of the features that are cut off from the tower's graph. Their backward passes add up gradients
-# at these copies, in float32. After the last pack `backward` takes the sums through the tower: an image that many
-# attempts and packs hold costs as much as one that a single attempt holds.
-
 LoadImage = Callable[[Media], ProcessedImage]
 
 
 class StepImages:
-    """The encoded images of some packs, by hash."""
+    """The encoded images of some packs, by hash: the tower encodes each once, and gradients go back through it once.
+
+    The packs read copies of the features that are cut off from the tower's graph and add up gradients there, in
+    float32. After the last pack `backward` takes the sums through the tower.
+    """
 
     def __init__(self, tower: VisionTower, media: Iterable[Media], load_image: LoadImage) -> None:
         self.tower = tower

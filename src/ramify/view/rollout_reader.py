@@ -14,12 +14,6 @@ from ramify.trace import Trace
 from ramify.trace.columns import Int32Array
 from ramify.view.training_record import GroupTraining, find_attempt, read_group_training
 
-# Which token cost a rollout its reward: the change of the expected reward at each token, estimated from its group.
-#
-# The attempts of a group begin with the same tokens and part one after another. The mean reward of the attempts that
-# share the tokens up to one estimates what could be expected there. Where attempts part, the mean changes; a large
-# drop marks the token at which this rollout left the better attempts.
-
 MAX_COMPARED_TOKENS = 5_000_000  # of all attempts together
 
 FloatArray = npt.NDArray[np.float64]
@@ -28,7 +22,12 @@ FloatArray = npt.NDArray[np.float64]
 def compute_reward_changes(
     trace: Trace, others: Sequence[tuple[Trace, float]], reward: float
 ) -> Mapping[int, FloatArray]:
-    """Return the changes at the tokens of each node; `others` are the other attempts with their rewards."""
+    """Return the change of the expected reward at the tokens of each node; `others` are the other attempts with their
+    rewards.
+
+    The mean reward of the attempts that share the tokens up to one estimates what could be expected there. A large drop
+    marks the token at which this rollout left the better attempts.
+    """
     paths = [[branch.token_ids for branch in other.branches] for other, _ in others]
     num_tokens = sum(len(path) for attempt in paths for path in attempt)
     if not others or num_tokens > MAX_COMPARED_TOKENS:

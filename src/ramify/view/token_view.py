@@ -16,18 +16,16 @@ from ramify.trace import Annotation, Node, Trace
 from ramify.train.token_stats import TokenStats
 from ramify.view.training_record import GroupTraining
 
-# The texts of single tokens, from the `tokenizer.json` of a run's model.
-#
-# Decoding tokens one by one would lose spaces at their beginning and characters that are split between tokens. So each
-# token becomes the bytes that it stands for, and the bytes are decoded in order: a split character appears at the
-# token that completes it.
-
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 WORD_BOUNDARY = "▁"  # how tokenizers of the SentencePiece kind write a space
 
 
 class TokenTexts:
-    """Returns the texts of token ids. Without a tokenizer, a text is the id in angle brackets."""
+    """Returns the texts of single token ids. Without a tokenizer, a text is the id in angle brackets.
+
+    Each token becomes the bytes that it stands for, and the bytes are decoded in order: spaces at the beginning are
+    kept, and a split character appears at the token that completes it.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

@@ -22,13 +22,6 @@ from ramify.infer.client.vllm_adapter import UNDEFINED_LABEL, VLLMAdapter
 from ramify.trace import VersionRun
 from ramify.trace.version import PolicyVersion
 
-# A check that a server's logprobs follow the temperature, made before the first token is trained on.
-#
-# Training needs log softmax(logits / T) of the sampled token. Some servers return log softmax(logits), which is equal
-# at T = 1 and silently different elsewhere. So the most likely tokens after a prompt are requested at two
-# temperatures. In the difference of two logprobs the normaliser cancels, and the difference of the logits remains:
-# divided by T if logprobs are computed after temperature, unchanged if they are computed before.
-
 PROMPTS: tuple[tuple[int, ...], ...] = ((3, 5, 7), (11, 4, 9, 6), (8,), (5, 5, 12, 10))
 TEMPERATURE = 2.0  # compared with temperature 1
 TOP_K = 5
@@ -37,7 +30,12 @@ MIN_SPREAD = 0.05  # nats between the compared tokens; a smaller spread may be r
 
 
 async def check_logprobs(replica: Replica) -> None:
-    """Raise EngineIncompatible unless the server computes logprobs after temperature."""
+    """Raise EngineIncompatible unless the server computes logprobs after temperature.
+
+    Training needs log softmax(logits / T) of the sampled token. Some servers return log softmax(logits), which is equal
+    at T = 1 and silently different elsewhere. So the most likely tokens after a prompt are requested at two
+    temperatures: in the difference of two logprobs the normaliser cancels, and the difference of the logits remains.
+    """
     for prompt_ids in PROMPTS:
         plain = await _get_top_logprobs(replica, prompt_ids, 1.0)
         tempered = await _get_top_logprobs(replica, prompt_ids, TEMPERATURE)

@@ -38,14 +38,13 @@ from ramify.core.errors import (
 if TYPE_CHECKING:
     import aiohttp
 
-# Limits how many waiting tasks continue in one iteration of the event loop.
-#
-# When hundreds of responses arrive together, all tasks that wait for them continue in the same iteration of the loop.
-# Until it ends, no timer fires and no heartbeat is sent. With a pacer, one task continues per iteration.
-
 
 class LoopPacer:
-    """Lets one task continue in each iteration of the event loop, in order."""
+    """Lets one task continue in each iteration of the event loop, in order.
+
+    When hundreds of responses arrive together, all tasks that wait for them would continue in the same iteration. Until
+    it ends, no timer fires and no heartbeat is sent.
+    """
 
     __slots__ = ("_active_loop", "_waiting")
 

@@ -192,14 +192,12 @@ def _match_priority(candidate: TrieNode, tools: Sequence[ToolSchema]) -> tuple[b
     return (False, -1) if reply is None else (reply.tools == tuple(tools), reply.trace_node)
 
 
-# Unique ids for the tool calls of a rollout.
-#
-# A client sends back only messages, so two equal samples whose calls have equal ids cannot be distinguished: all their
-# continuations would attach to the newest sample. So an id that the rollout has already used is replaced.
-
-
 class CallIdRegistry:
-    """The ids of all tool calls of one rollout."""
+    """The ids of all tool calls of one rollout. An id that the rollout has already used is replaced.
+
+    A client sends back only messages, so all continuations of two equal samples whose calls have equal ids would attach
+    to the newest sample.
+    """
 
     def __init__(self) -> None:
         self._used_ids = {""}  # some chat endpoints send no id

@@ -78,14 +78,11 @@ def decode_image(data: bytes) -> RgbArray:
         raise ImageInvalid(f"image: {error}") from error
 
 
-# Read an image from a file that a task or a dataset names.
-#
-# The name may come from a downloaded dataset, so the file may be a device without an end, a pipe that nobody writes,
-# or a file that is none of the reader's business: only regular files that begin like an image are returned.
-
-
 def read_image_file(path: Path) -> bytes:
-    """Return the bytes of an image. Raises ImageInvalid if the file cannot be read, is too large or is not an image."""
+    """Return the bytes of an image. Raises ImageInvalid if the file cannot be read, is too large or is not an image.
+
+    The name may come from a downloaded dataset, so only regular files that begin like an image are returned.
+    """
     try:
         with watch_storage(path):
             if not stat.S_ISREG(path.stat().st_mode):
@@ -102,17 +99,16 @@ def read_image_file(path: Path) -> bytes:
     return data
 
 
-# The steps that image processors have in common: resize, scale and normalize.
-#
-# They compute the same numbers as the Pillow processors of transformers: resize in uint8, scale in float64, round to
-# float32, normalize in float32.
-
 Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class PixelScaling:
-    """How pixel values become model inputs; None leaves a step out."""
+    """How pixel values become model inputs; None leaves a step out.
+
+    The numbers equal those of the Pillow processors of transformers: resize in uint8, scale in float64, round to
+    float32, normalize in float32.
+    """
 
     factor: float | None
     mean: Sequence[float] | None

@@ -18,12 +18,6 @@ from ramify.orchestrate.algorithms import (
 )
 from ramify.trace import Annotation, Trace
 
-# RAE, role-conditioned advantage estimation: a baseline for each agent of a game (Liu et al. 2025, 2506.24119).
-#
-# The policy plays all agents, but an agent that moves first, or has the better cards, earns more whatever it does. The
-# baseline of an agent is the mean reward of the agent in earlier groups. It does not contain the rewards that are
-# compared with it, so the gradient estimate stays unbiased, also for a group of one attempt.
-
 
 class RaeConfig(AlgorithmConfig):
     """Configuration of RAE."""
@@ -33,7 +27,12 @@ class RaeConfig(AlgorithmConfig):
 
 
 class Rae(Algorithm):
-    """A = r − b; then b ← b + max(1 − decay, 1 / n) · (mean − b), where this is the n-th group of the agent."""
+    """Role-conditioned advantage estimation: a baseline for each agent of a game (Liu et al. 2025, 2506.24119).
+
+    A = r − b; then b ← b + max(1 − decay, 1 / n) · (mean − b), where this is the n-th group of the agent. An agent that
+    moves first, or has the better cards, earns more whatever it does. The baseline does not contain the rewards that
+    are compared with it, so the gradient estimate stays unbiased, also for a group of one attempt.
+    """
 
     config: RaeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
 
@@ -51,15 +50,12 @@ class Rae(Algorithm):
         return annotations, new_state
 
 
-# MaxRL: maximize the log-likelihood of success instead of its expectation (Tajwar et al. 2026, 2602.02710).
-#
-# The gradient of log p is the gradient of p divided by p. Dividing by the group's mean reward estimates it, so a task
-# that is rarely solved counts more; with n attempts the first n terms of log p are maximized. Rewards should be from
-# 0 to 1.
-
-
 class MaxRl(Algorithm):
-    """A = (r − mean) / mean; 0 if no attempt earned a reward."""
+    """A = (r − mean) / mean; 0 if no attempt earned a reward (Tajwar et al. 2026, 2602.02710).
+
+    It maximizes the log-likelihood of success instead of its expectation, so a task that is rarely solved counts more;
+    with n attempts the first n terms of log p are maximized. Rewards should be from 0 to 1.
+    """
 
     compares_attempts = True
 
@@ -69,13 +65,12 @@ class MaxRl(Algorithm):
         return subtract_mean(rewards) / mean if mean > 0 else np.zeros_like(rewards)
 
 
-# RLOO: reward minus the mean of the other rollouts (Ahmadian et al. 2024, 2402.14740).
-#
-# The baseline does not include the rollout's own reward, so the gradient estimate stays unbiased.
-
-
 class Rloo(Algorithm):
-    """A = r − mean of the others, which is n / (n − 1) · (r − mean); 0 for a group of one."""
+    """A = r − mean of the others, which is n / (n − 1) · (r − mean); 0 for a group of one (Ahmadian et al. 2024,
+    2402.14740).
+
+    The baseline does not include the rollout's own reward, so the gradient estimate stays unbiased.
+    """
 
     compares_attempts = True
 
@@ -85,15 +80,12 @@ class Rloo(Algorithm):
         return subtract_mean(rewards) * (count / (count - 1) if count > 1 else 0.0)
 
 
-# Dr. GRPO: GRPO without its biases (Liu et al. 2025, 2503.20783).
-#
-# It does not divide by the standard deviation of the group, which favours tasks that are too easy or too hard. Nor
-# does it divide by the length of a rollout, which makes long wrong answers cheap: the trainer's mean over the entries
-# of the batch already gives every token the same weight.
-
-
 class DrGrpo(Algorithm):
-    """A = r − mean."""
+    """A = r − mean: GRPO without its biases (Liu et al. 2025, 2503.20783).
+
+    Dividing by the standard deviation of the group would favour tasks that are too easy or too hard, and dividing by
+    the length of a rollout would make long wrong answers cheap: the trainer's mean gives every token the same weight.
+    """
 
     compares_attempts = True
 
@@ -145,11 +137,6 @@ def _compute_relative_lengths(traces: Sequence[Trace]) -> FloatArray:
     return (lengths - lengths.min()) / max(1.0, np.ptp(lengths))
 
 
-# Echo: GRPO on what the policy sampled, and cross entropy on what the environment answered.
-#
-# Predicting tool output teaches how the environment behaves, also in groups whose rewards are all equal.
-
-
 class EchoConfig(GrpoConfig):
     """Configuration of Echo."""
 
@@ -158,7 +145,10 @@ class EchoConfig(GrpoConfig):
 
 
 class Echo(Grpo):
-    """The annotations of GRPO, and one with a `ce` weight for the content of each message with a weighted role."""
+    """GRPO on what the policy sampled, and cross entropy on the content of each message with a weighted role.
+
+    Predicting tool output teaches how the environment behaves, also in groups whose rewards are all equal.
+    """
 
     compares_attempts = False  # a single attempt has tool output to learn from
     config: EchoConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it

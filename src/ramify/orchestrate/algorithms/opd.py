@@ -13,11 +13,6 @@ from ramify.orchestrate.algorithms import Algorithm, AlgorithmConfig, get_traina
 from ramify.run.store.group_state import DropReason
 from ramify.trace import Annotation, Trace
 
-# SFT from a teacher that samples: cross entropy on the teacher's own tokens.
-#
-# The teacher samples through the same env servers and harnesses as a policy would, so its rollouts have rewards and
-# token ids, and nothing is tokenized again.
-
 
 class SftAlgorithmConfig(AlgorithmConfig):
     """Configuration of SFT."""
@@ -27,7 +22,11 @@ class SftAlgorithmConfig(AlgorithmConfig):
 
 
 class Sft(Algorithm):
-    """Weight 1 for `ce` on every token that the teacher sampled."""
+    """SFT from a teacher that samples: weight 1 for `ce` on every token that the teacher sampled.
+
+    The teacher samples through the same env servers and harnesses as a policy would, so its rollouts have rewards and
+    token ids, and nothing is tokenized again.
+    """
 
     config: SftAlgorithmConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
 

@@ -14,18 +14,16 @@ from ramify.core.errors import DeadlineExceeded, RequestInvalid
 from ramify.processes.wire.lifecycle import AsyncService
 from ramify.processes.wire.listener import open_listener, to_bind_error
 
-# Requests with compressed bodies: some clients send `Content-Encoding: gzip`.
-#
-# The body is decompressed piece by piece while the application reads it, so that a small body that becomes a huge one
-# is refused before it is in memory.
-
 MAX_BODY_BYTES = 128 * 2**20  # of a decompressed body: images in base64, and the history
 PIECE_BYTES = 2**18
 GZIP_WINDOW = 16 + zlib.MAX_WBITS  # with the header of gzip
 
 
 class CompressedBodies:
-    """ASGI middleware that decompresses the bodies of requests. The application gets RequestInvalid as it reads one."""
+    """ASGI middleware that decompresses the bodies of requests. The application gets RequestInvalid as it reads one.
+
+    A body is decompressed piece by piece, so a small one that becomes huge is refused before it is in memory.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -111,11 +111,6 @@ class WorkerOutput(asyncio.Protocol):
         self._log.write(self._origin, text)
 
 
-# The log lines of rollouts: one when a rollout starts, one when it ends, and one for each failure.
-#
-# A line is an event with fields. The output of an agent program is among them, cut and on one line, so that a log
-# answers why an agent failed without a debugger.
-
 MAX_OUTPUT_CHARS = 400  # of a program's output; its end says most about a failure
 
 _logger = logging.getLogger("ramify.rollouts")

@@ -38,11 +38,6 @@ from ramify.run.store.run_directory import check_identity
 from ramify.run.store.summary import REVISION_KEY
 from ramify.trace import Trace
 
-# Group rewards: rewards that compare all repetitions of a task.
-#
-# They run after the last rollout, over all valid traces of a task, including traces of earlier starts. A group that has
-# grown is scored again.
-
 
 async def score_pending_groups(
     environment: Environment,
@@ -50,7 +45,10 @@ async def score_pending_groups(
     rollouts: Sequence[PlannedRollout],
     rows: MutableMapping[str, RolloutRecord],
 ) -> None:
-    """Score every group that has a rollout without a reward, and replace its rows in `rows` and in the store."""
+    """Score every group that has a rollout without a reward, and replace its rows in `rows` and in the store.
+
+    A group is all valid traces of a task, including traces of earlier starts; one that has grown is scored again.
+    """
     if not environment.hooks.group_rewards:
         return
     for _, group in groupby(rollouts, key=lambda rollout: rollout.task_key):

@@ -25,15 +25,6 @@ from ramify.trace import Media, MediaPart, Message
 if TYPE_CHECKING:
     from ramify.infer.gateway import RolloutSession
 
-# Compaction: when a conversation becomes long, the policy summarizes it and goes on from the summary.
-#
-#     system ── task ── reply ── tool ── reply ── tool ── request ── SUMMARY
-#                 └──── summary ── "Continue" ── reply ── tool ...
-#
-# The summary is one more reply at the end of the old branch, sampled and trained like any other. The next branch
-# starts after the task, with the summary as a message of the assistant, so the two branches share the system prompt
-# and the task. A path stays short, while the trace, which is the union of the paths, grows without a bound on its
-# length.
 
 FORK_REASON = "compacted"
 METRIC = "compactions"
@@ -44,7 +35,14 @@ SUMMARY_SHARE = 8  # a summary is expected to have one part in this many of a pa
 
 
 class Compactor:
-    """Compacts the conversation of one rollout. `initial_messages` are kept: the system prompt and the task."""
+    """Compacts the conversation of one rollout: when it becomes long, the policy summarizes it and goes on from there.
+
+        system ── task ── reply ── tool ── reply ── tool ── request ── SUMMARY
+                    └──── summary ── "Continue" ── reply ── tool ...
+
+    The summary is one more reply at the end of the old branch, sampled and trained like any other. The next branch
+    starts after `initial_messages`, the system prompt and the task, which both branches share.
+    """
 
     def __init__(self, session: "RolloutSession", compact_at: int | None, initial_messages: Sequence[Message]) -> None:
         self._session, self._compact_at = session, compact_at

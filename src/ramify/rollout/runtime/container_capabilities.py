@@ -10,18 +10,17 @@ from ramify.env.runtime import Capabilities, Capability
 from ramify.rollout.runtime.config import ContainerRuntimeConfig
 from ramify.rollout.runtime.container_engine import ContainerEngine, get_engine_info
 
-# The seccomp profile of containers: podman's, without the sockets that lead out of a container's network.
-#
-# A socket of the family AF_VSOCK reaches the host of a virtual machine whatever network a container has. Docker
-# refuses it from version 23 on; podman's own profile does not, so containers get a copy of that profile which allows
-# only the families below. io_uring and socketcall could open sockets that no filter sees, and are left out.
-
 ALLOWED_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 REMOVED_CALLS = ("socket", "socketcall", "io_uring_setup", "io_uring_enter", "io_uring_register")
 
 
 def build_seccomp_profile(engine: ContainerEngine) -> str | None:
-    """Return the profile as JSON, None for an engine that brings its own or has none."""
+    """Return podman's profile as JSON, without the sockets that lead out of a container's network; else None.
+
+    A socket of the family AF_VSOCK reaches the host of a virtual machine whatever network a container has. Docker
+    refuses it from version 23 on; podman's own profile does not. io_uring and socketcall could open sockets that no
+    filter sees.
+    """
     path = Path(get_engine_info(engine).get("host", {}).get("security", {}).get("seccompProfilePath", ""))
     if engine.name != "podman" or not engine.is_local or not path.is_file():
         return None

@@ -135,17 +135,14 @@ class _ExecStreams(asyncio.SubprocessProtocol):
         self.ended.set()
 
 
-# A socket that listens in the network of a container and is held by this process.
-#
-# A container without a network still has a loopback interface of its own. A helper process enters that network, opens
-# a listening socket there and hands it out: whatever a program of the container sends to it reaches this process, and
-# nothing else is reachable. The helper uses the standard library alone and exits at once.
-
 HELPER_TIMEOUT = 20.0  # seconds
 
 
 async def open_listener(pid: int, expected_argument: str) -> socket.socket:
-    """Return a socket that listens in the network of a container.
+    """Return a socket that listens in the network of a container and is held by this process.
+
+    A helper process enters that network, opens the socket there and hands it out: what a program of the container sends
+    to it reaches this process, and nothing else is reachable.
 
     - `pid`: the container's first process.
     - `expected_argument`: one of the arguments of that process; a process without it is refused.

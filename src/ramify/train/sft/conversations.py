@@ -19,16 +19,14 @@ from ramify.infer.dialects.message_parser import ContentPart, MessageParser
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 from ramify.train.sft.config import SftDataConfig
 
-# Parse the content of a message of a dataset: text, or parts of text and images.
-#
-# An image is given inside its part (OpenAI's `image_url`, or `image`, `path` or `url` of a part of type `image`), or
-# the part only says `{"type": "image"}` and the row has a column with its images in order. It is a data URL, a file
-# below the directory of the dataset, bytes, or a table with `bytes` or `path`, as Hugging Face datasets store images.
-# Nothing is downloaded.
-
 
 class ContentParser:
-    """Parses the contents of one dataset, whose files are below `directory`. Equal images are kept once."""
+    """Parses the contents of one dataset, whose files are below `directory`: text, or parts of text and images.
+
+    An image is given inside its part (OpenAI's `image_url`, or `image`, `path` or `url` of a part of type `image`), or
+    in a column of the row that has its images in order. It is a data URL, a file below the directory, bytes, or a table
+    with `bytes` or `path`, as Hugging Face datasets store images. Nothing is downloaded. Equal images are kept once.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._read_url = build_dataset_reader(directory)

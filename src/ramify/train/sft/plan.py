@@ -22,14 +22,12 @@ from ramify.train.sft.config import SftConfig
 from ramify.train.sft.conversations import SftConversation, parse_conversations
 from ramify.train.sft.forests import build_sft_forest
 
-# The order of examples: each once per epoch, shuffled by the seed.
-#
-# The order of epoch e depends only on the seed and e. So a run resumes from its position alone, whatever happened to
-# the process, the number of ranks or the batch size in between.
-
 
 class ExampleOrder:
-    """The indices 0 .. num_examples - 1 in shuffled order, epoch after epoch."""
+    """The indices 0 .. num_examples - 1 in shuffled order, epoch after epoch.
+
+    The order of an epoch depends only on the seed and its number, so a run resumes from its position alone.
+    """
 
     def __init__(self, num_examples: int, epochs: int, seed: int) -> None:
         self.num_examples, self.epochs, self.seed = num_examples, epochs, seed

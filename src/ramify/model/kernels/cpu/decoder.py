@@ -175,18 +175,16 @@ def _tensor_addresses(weights: LayerWeights | DecoderWeights) -> Any:
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-# Products of a few bfloat16 rows in C (`small_gemm.c`), at the speed of memory.
-#
-# With one request at a time a decode step reads every weight for one row, so only memory bandwidth matters; torch's
-# product, made for many rows, reaches half of it or less. The C code needs AVX512-BF16 and uses torch's own threads.
-# All other operators, and products of more rows, are PyTorch.
-
 MAX_ROWS = 4  # with twice as many rows torch is as fast
 WIDTH_MULTIPLE = 32  # widths of matrices must be multiples of this
 
 
 class SmallGemmDecoderOps(DecoderOps):
-    """PyTorch operators with products of at most `MAX_ROWS` bfloat16 rows in C. Raises CLibraryUnavailable."""
+    """PyTorch operators with products of at most `MAX_ROWS` bfloat16 rows in C. Raises CLibraryUnavailable.
+
+    With one request at a time only memory bandwidth matters, of which torch's product reaches half or less. The C code
+    (`small_gemm.c`) needs AVX512-BF16 and uses torch's own threads.
+    """
 
     def __init__(self, sizes: DecoderSizes, weights: DecoderWeights) -> None:
         check_placement(weights, torch.bfloat16)
