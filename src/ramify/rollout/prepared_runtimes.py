@@ -65,7 +65,7 @@ INITIAL_BACKOFF = 0.1  # seconds before the first retry, doubled for each furthe
 
 
 class RetryingRuntime(Runtime):
-    """Wraps a runtime and retries each call after a retryable error: a moment without free processes costs no rollout."""
+    """Wraps a runtime and retries each call after a retryable error, such as a moment without free processes."""
 
     def __init__(self, inner: Runtime) -> None:
         super().__init__(inner.config)
