@@ -92,7 +92,7 @@ def test_special_tokens_may_be_in_special_tokens_map(model: Path):
     [
         ("tokenizer.json", None, "no tokenizer.json"),
         ("chat_template.jinja", None, "no chat template"),
-        (".", None, "no directory"),
+        (".", None, "is not a directory"),
         ("tokenizer.json", "{", "tokenizer.json"),
         ("tokenizer_config.json", "{", "tokenizer_config.json"),
         ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json.*is not JSON"),
