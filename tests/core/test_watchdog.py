@@ -160,3 +160,24 @@ def test_process_ends_by_name_also_if_its_log_hangs(tmp_path, stderr):
     assert result.returncode == 1
     if stderr == "works":
         assert f"StorageFailed: {tmp_path}/status.json: the storage has not answered" in result.stderr
+
+
+def test_a_check_that_raises_is_removed_and_the_others_are_still_called(failures, capfd):
+    calls = []
+    failures.watchdog.add_check(lambda: 1 / 0)
+    failures.watchdog.add_check(lambda: calls.append("called"))
+    failures.poll(2)
+    assert calls == ["called"] * 2
+    assert capfd.readouterr().err.count("division by zero") == 1
+
+
+@pytest.mark.process
+def test_cleanups_that_raise_do_not_keep_the_process_alive():
+    code = """
+from ramify.core.watchdog import WATCHDOG
+def fail(): raise OSError(24, "too many open files")
+WATCHDOG.cleanups += [fail, lambda: print("cleaned up", flush=True)]
+WATCHDOG.end_process(lambda: None, 7)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (7, "cleaned up\n"), result.stderr

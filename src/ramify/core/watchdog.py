@@ -11,8 +11,8 @@ The watchdog adds up the intervals of its polls instead of reading a clock: ther
 machine is suspended. Others add checks of their own, which are called at every poll.
 """
 
+import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -119,7 +119,7 @@ class Watchdog:
 
     def reset(self) -> None:
         """Forget what the parent has watched; its thread does not run in a forked process."""
-        self._calls, self._checks, self.cleanups = {}, [], []
+        self._calls, self._checks, self.cleanups, self.is_ending = {}, [], [], False
         self._lock, self._thread = threading.RLock(), None
 
     def poll(self) -> None:
@@ -135,14 +135,19 @@ class Watchdog:
                 _call_in_time(partial(print_unlocked, line))
         with self._lock:
             for check in list(self._checks):
-                check()
+                try:
+                    check()
+                except Exception as error:  # noqa: BLE001 - nothing would be watched without this thread
+                    self._checks.remove(check)
+                    line = f"warning: a check of the watchdog failed and is not repeated: {error!r}"
+                    _call_in_time(partial(print_unlocked, line))
 
     def end_process(self, print_message: Callable[[], object], exit_code: int = EXIT_FAILED) -> NoReturn:
         """Print a message and exit at once: threads that hang cannot be ended."""
         for clean_up in self.cleanups:
-            clean_up()
-        if sys.stdout.isatty():
-            os.write(1, b"\x1b[?25h")  # the display has hidden the cursor
+            with contextlib.suppress(Exception):
+                clean_up()
+        _call_in_time(_show_cursor)
         _call_in_time(print_message)
         os._exit(exit_code)
 
@@ -159,6 +164,12 @@ class Watchdog:
         while True:
             time.sleep(self.settings.poll_interval)
             self.poll()
+
+
+def _show_cursor() -> None:
+    """Show the cursor of the terminal again, which the display has hidden."""
+    if os.isatty(1):
+        os.write(1, b"\x1b[?25h")
 
 
 def print_unlocked(message: str) -> None:

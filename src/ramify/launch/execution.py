@@ -208,8 +208,10 @@ def execute_plan(
     """
     config, path, print_line = plan.config, plan.config.path, display.print_line
     launcher = launcher or LocalLauncher()
-    with plan.reservation, contextlib.nullcontext() if is_locked else lock_run(path):
-        epoch, WATCHDOG.is_ending = 0, False
+    lock = contextlib.nullcontext() if is_locked else lock_run(path)
+    with plan.reservation, lock, contextlib.ExitStack() as stack:
+        epoch = 0
+        stack.callback(setattr, WATCHDOG, "is_ending", False)  # of the next run in this process
         if config.shared_path is not None:
             epoch = call_interruptible(
                 partial(prepare_head, config, fresh=fresh, accept_changes=accept_changes, print_line=print_line), "head"
