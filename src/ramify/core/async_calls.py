@@ -146,10 +146,11 @@ class WatchTasks(Generic[K]):
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, watched: K, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start a task that watches `watched`."""
+    def start(self, watched: K, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start and return a task that watches `watched`."""
         self._tasks[watched] = task = asyncio.create_task(work, name=name)
         task.add_done_callback(lambda task: self._record_end(watched, task))
+        return task
 
     def _record_end(self, watched: K, task: asyncio.Task[None]) -> None:
         del self._tasks[watched]
@@ -160,8 +161,12 @@ class WatchTasks(Generic[K]):
     async def wait_failed(self) -> None:
         """Wait until a task fails, and raise its failure."""
         await self._failed.wait()
-        assert self._failure is not None
-        raise self._failure
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the failure of a task, if one has failed."""
+        if self._failure is not None:
+            raise self._failure
 
     async def cancel(self) -> None:
         """Cancel all tasks and wait until they have ended."""

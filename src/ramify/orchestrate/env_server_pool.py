@@ -163,7 +163,7 @@ class EnvServerPool(ServerPool[ConnectedEnvServer]):
         Raises PeerLost, or EnvironmentChanged if all servers have another environment.
         """
         if not await self.wait_until_up(min(self.start_timeout, deadline - time.monotonic())):
-            if self.refuses_requests:
+            if self._has_changed:
                 problem = f"all env servers of source {self.name} differ from the environment that the run started with"
                 raise EnvironmentChanged(f"{problem}: {self.describe_down()}")
             raise PeerLost(f"no env server of source {self.name} is up: {self.describe_down()}")
@@ -225,6 +225,11 @@ class EnvServerPool(ServerPool[ConnectedEnvServer]):
 
     @property
     def refuses_requests(self) -> bool:
+        """Whether the pool is closed, or all servers have another environment."""
+        return super().refuses_requests or self._has_changed
+
+    @property
+    def _has_changed(self) -> bool:
         """Whether all servers have another environment."""
         failures = [server.failure for server in self.servers]
         return bool(failures) and all(isinstance(failure, EnvironmentChanged) for failure in failures)

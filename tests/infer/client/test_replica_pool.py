@@ -303,6 +303,17 @@ async def test_a_closed_client_refuses_requests():
         await client.generate([1, 2], ClientSampling(max_tokens=1))
 
 
+async def test_closing_the_client_fails_requests_that_wait_for_a_server():
+    async with connected(fake := ScriptedEngine(), config=ClientConfig(server_wait_timeout=600.0)) as client:
+        client.set_urls([])
+        waiting = asyncio.create_task(client.generate([1], ClientSampling(max_tokens=3)))
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(ProviderError, match="the client is closed"):
+            await asyncio.wait_for(waiting, 30)
+    assert not fake.requests
+
+
 def choice(*ids: int) -> dict:
     entries = [{"logprob": -0.5} for _ in ids]
     versions = [["fake", 0, 1, len(ids)]] if ids else []

@@ -56,6 +56,16 @@ async def test_the_failure_of_a_watch_task_is_raised():
             await client.wait_failed()
 
 
+async def test_start_raises_the_failure_of_a_watch_task_at_once():
+    class FailingClient(InferenceClient):
+        async def check_server(self, server: Replica, *, is_requested: bool) -> None:
+            raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        async with asyncio.timeout(30), FailingClient("http://127.0.0.1:1", ClientConfig(server_wait_timeout=600)):
+            pass
+
+
 class RefusingFake(ScriptedEngine):
     """A server that refuses every update of its weights."""
 

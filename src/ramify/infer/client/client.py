@@ -68,7 +68,6 @@ class InferenceClient(ServerPool[Replica]):
         self._target_update: WeightUpdate | None = None  # what every server must serve; None keeps its initial weights
         self._pause_mode: PauseMode | None = None
         self._control_lock = asyncio.Lock()  # serializes pause, resume, weight updates and joining servers
-        self._is_closed = False
         self.loads: dict[str, EngineLoad] = {}
 
     # -- lifecycle -----------------------------------------------------------------------------------------------------
@@ -87,7 +86,6 @@ class InferenceClient(ServerPool[Replica]):
 
     async def close(self) -> None:
         """Stop the health checks and close the connections. Requests that wait for a server fail."""
-        self._is_closed = True
         await super().close()
         for replica in self.servers:
             self.eject(replica, ProviderError("the client is closed"))
@@ -238,7 +236,7 @@ class InferenceClient(ServerPool[Replica]):
         while (replica := self.pick(session, avoid)) is None:
             if self._is_closed:
                 raise ProviderError("the client is closed")
-            if not await self.wait_until_up(timeout):
+            if not await self.wait_until_up(timeout) and not self._is_closed:
                 raise ProviderError(f"no inference server is up after {timeout:g} s: {self.describe_down()}")
         return replica
 

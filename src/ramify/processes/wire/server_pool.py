@@ -104,7 +104,7 @@ class ServerPool(AsyncService, Generic[S]):
         self._watch_tasks: WatchTasks[S] = WatchTasks()
         self._session_servers: OrderedDict[str, S] = OrderedDict()
         self._checked, self._settled = asyncio.Event(), asyncio.Event()  # see `_update_settled`
-        self._is_open = False
+        self._is_open = self._is_closed = False
         self.is_started = False
 
     # -- what a subclass says ------------------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ class ServerPool(AsyncService, Generic[S]):
 
     @property
     def refuses_requests(self) -> bool:
-        """Whether requests should not wait for a server."""
-        return False
+        """Whether requests should not wait for a server, because the pool is closed or for a reason of its own."""
+        return self._is_closed
 
     # -- lifecycle -----------------------------------------------------------------------------------------------------
 
@@ -162,6 +162,7 @@ class ServerPool(AsyncService, Generic[S]):
                 self._checked.clear()
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._checked.wait()
+                self._watch_tasks.raise_failure()
                 for server in self.servers:
                     if server.failure is not None and not server.failure.retryable:
                         raise server.failure
@@ -172,8 +173,9 @@ class ServerPool(AsyncService, Generic[S]):
         return server.state is ServerState.DOWN and not server.is_broken
 
     async def close(self) -> None:
-        """Stop the checks and close all connections."""
-        self._is_open = self.is_started = False
+        """Stop the checks and close all connections. Requests that wait for a server fail."""
+        self._is_open, self._is_closed, self.is_started = False, True, False
+        self._update_settled()
         servers = {*self.servers, *self._watch_tasks}
         await self._watch_tasks.cancel()
         await asyncio.gather(*(server.close() for server in servers))
@@ -268,7 +270,8 @@ class ServerPool(AsyncService, Generic[S]):
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def _watch(self, server: S) -> None:
-        self._watch_tasks.start(server, self._watch_server(server), f"checks of {server.address}")
+        task = self._watch_tasks.start(server, self._watch_server(server), f"checks of {server.address}")
+        task.add_done_callback(lambda _: self._checked.set())
 
     async def _watch_server(self, server: S) -> None:
         """Admit a server when it is ready, and check it again and again, until it is removed and drained."""
@@ -287,7 +290,9 @@ class ServerPool(AsyncService, Generic[S]):
         await server.close()
 
     def _get_interval(self, server: S) -> float:
-        return min(self._check_interval, JOIN_INTERVAL) if server.is_expected_soon else self._check_interval
+        """Return the seconds until the next check: few for a server that is starting, more the longer it takes."""
+        interval = JOIN_INTERVAL * (1 + server.num_failed_checks // 50)
+        return min(self._check_interval, interval) if server.is_expected_soon else self._check_interval
 
     def _record_failed_check(self, server: S, error: RamifyError) -> None:
         server.num_failed_checks += 1
