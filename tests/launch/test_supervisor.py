@@ -232,6 +232,26 @@ sys.exit(9 if starts == 1 else 0)
     assert len(read_pids(tmp_path, "trainer")) == 2
 
 
+async def test_a_follower_has_the_grace_period_to_write_its_last_weights(tmp_path):
+    writes = """
+import signal, time
+def write(*_):
+    time.sleep(1)
+    open(DIR + '/written', 'w').close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, write)
+open(DIR + '/ready', 'w').close()
+while True: time.sleep(1)
+"""
+    specs = [
+        build_spec(tmp_path, "trainer", writes, ProcessRole.FOLLOWER),
+        build_spec(tmp_path, "orchestrator", waits_for("ready") + DONE, ProcessRole.LEADER),
+    ]
+    launcher = LocalLauncher(stop_timeout=0.1)
+    assert await supervise(specs, grace_period=30.0, launcher=launcher) is RunOutcome.FINISHED
+    assert (tmp_path / "written").exists()
+
+
 async def test_status_that_cannot_be_recorded_at_the_end_keeps_the_outcome(tmp_path):
     lines = []
 

@@ -40,6 +40,7 @@ from ramify.launch.process import (
     watch_reachability,
 )
 from ramify.orchestrate.config import EXIT_RESUMABLE
+from ramify.processes.child import STOP_TIMEOUT
 from ramify.processes.exit_codes import describe_exit, is_signal_exit
 from ramify.run.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
 from ramify.run.fencing.token import FencingToken
@@ -139,9 +140,32 @@ class Supervisor:
                 raise
             finally:
                 await cancel_all([*process_tasks, *([self._stop_task] if self._stop_task else [])])
+                if self._has_finished:
+                    await self._stop_followers()
                 await self._stop_all()
                 self._report_unstopped()
                 await self._notify_ended()
+
+    @property
+    def _has_finished(self) -> bool:
+        outcome = self._outcome
+        return outcome.done() and outcome.exception() is None and outcome.result() is RunOutcome.FINISHED
+
+    async def _stop_followers(self) -> None:
+        """Let the followers of a finished run end within `grace_period`: the trainer may still write its weights."""
+        alive = [process for process in self._processes.values() if process.state in ALIVE_STATES and process.slots]
+        followers = [process for process in alive if process.spec.role is ProcessRole.FOLLOWER]
+        if not followers:
+            return
+        for process in followers:
+            process.send_signal(signal.SIGTERM)
+        exits = [asyncio.create_task(process.wait_for_exit()) for process in followers]
+        _, late = await asyncio.wait(exits, timeout=min(STOP_TIMEOUT, self.grace_period))
+        if late:
+            names = ", ".join(process.spec.name for process in followers)
+            self._print_line(f"finished; waiting up to {self.grace_period:g} s for {names} to write the last weights")
+            await asyncio.wait(late, timeout=self.grace_period)
+        await cancel_all(exits)
 
     async def _stop_all(self) -> None:
         """Stop all processes. An error is printed and does not replace the outcome of the run."""
