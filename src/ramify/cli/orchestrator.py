@@ -1,6 +1,7 @@
 """`ramify orchestrator @ run.toml`: run only the orchestrator, plus env servers for sources without an address."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping
 
@@ -65,6 +66,7 @@ def _run_in_process(config: RunConfig, *, accept: bool) -> int:
     from ramify.launch.head import prepare_head, read_local_state
     from ramify.launch.monitor import build_samples, open_monitor_sinks
     from ramify.orchestrate.orchestrator import Orchestrator
+    from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
     from ramify.run.state import SupervisorState
     from ramify.run.store.image_store import MEDIA_DIR, ImageStore
 
@@ -79,10 +81,11 @@ def _run_in_process(config: RunConfig, *, accept: bool) -> int:
         ]
         monitors.log_samples(step, samples)
 
+    # A supervisor records the address, saves the last weights, and only then that the run is finished.
+    is_supervised = RESERVED_PORTS_VARIABLE in os.environ
+
     def record_status_address(url: str) -> None:
-        """Record the status address, unless a supervisor has recorded it."""
-        recorded = SupervisorState.read(config.path)
-        if recorded is None or recorded.status != url:
+        if not is_supervised:
             SupervisorState.begin(config.path, url).write(config.path)
 
     if config.shared_path is not None and read_local_state(config.path) is None:  # a supervisor has done this before
@@ -100,7 +103,7 @@ def _run_in_process(config: RunConfig, *, accept: bool) -> int:
         exit_code = asyncio.run(orchestrator.run())
     finally:
         monitors.close()
-    if exit_code == 0:
+    if exit_code == 0 and not is_supervised:
         mark_finished(config)
     return exit_code
 

@@ -1,12 +1,13 @@
 """Reads the state of a run: asks its orchestrator while it answers, and reads the files of the run otherwise."""
 
+import contextlib
 import fnmatch
 import http.client
 import platform
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 import msgspec
@@ -23,7 +24,7 @@ from ramify.run.store.run_store import LOCK_NAME
 DEFAULT_TIMEOUT = 5.0  # seconds for a response
 FRESH_STATE = 60.0  # seconds between this machine's clock and the last state of a run that runs on another one
 INTERRUPTED_EVENT = "interrupted"  # event of a run that was ended by Ctrl-C
-END_EVENTS = ("started", "finished", INTERRUPTED_EVENT, "stopped", "rolled_back")
+END_EVENTS = ("started", "finished", INTERRUPTED_EVENT, "stopped", "failed", "rolled_back")
 
 
 class RunActivity(StrEnum):
@@ -45,6 +46,14 @@ class ObservedRun(NamedTuple):
     state: RunState
     is_live: bool = False
     holder: RunSupervisor | None = None
+
+
+class MetricRow(msgspec.Struct, frozen=True):
+    """A metric as the orchestrator answers with it. NaN is a string."""
+
+    step: int
+    name: str
+    value: float | str
 
 
 def observe_run(path: Path, *, ask_any_address: bool = True, timeout: float = DEFAULT_TIMEOUT) -> ObservedRun:
@@ -144,14 +153,22 @@ def _get(address: str, target: str, timeout: float) -> bytes:
     return body
 
 
+def _ask_metrics(address: str, pattern: str) -> list[MetricPoint]:
+    body = _get(address, f"/metrics?{urlencode({'name': pattern})}", DEFAULT_TIMEOUT)
+    try:
+        rows = msgspec.json.decode(body, type=list[MetricRow])
+    except msgspec.MsgspecError as error:
+        raise ProviderError(f"{address}/metrics responded with something other than metrics: {error}") from error
+    return [MetricPoint(row.step, row.name, float(row.value)) for row in rows]
+
+
 def read_metrics(path: Path, pattern: str = "*") -> list[MetricPoint]:
     """Return the metrics whose names match, by step and name."""
     observed = observe_run(path)
     if observed.is_live and observed.state.supervisor is not None:
-        body = _get(observed.state.supervisor.status, f"/metrics?{urlencode({'name': pattern})}", DEFAULT_TIMEOUT)
-        rows = msgspec.json.decode(body, type=list[dict[str, Any]])
-        points = [MetricPoint(row["step"], row["name"], float(row["value"])) for row in rows]  # NaN is a string
-        return sorted(point for point in points if fnmatch.fnmatchcase(point.name, pattern))
+        with contextlib.suppress(ProviderError):  # the run has ended since; its files can be read
+            points = _ask_metrics(observed.state.supervisor.status, pattern)
+            return sorted(point for point in points if fnmatch.fnmatchcase(point.name, pattern))
     with RunStore.open(path, write=False) as store:
         if not store.select("SELECT 1 FROM sqlite_master WHERE name = 'metrics'"):
             raise ConfigInvalid(f"{path} has no metrics; no training step was recorded")
