@@ -3,6 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
+from ramify.core.errors import StorageFailed
 from ramify.run.state import OrchestratorState, ProcessState, ProcessStatus, RunPhase, SupervisorState, Wait
 from tests.support.status import STATE
 
@@ -37,3 +38,10 @@ def test_a_damaged_file_is_not_read(tmp_path, text):
         (tmp_path / part.FILE).write_text(text)
     assert OrchestratorState.read(tmp_path) is None
     assert SupervisorState.read(tmp_path) in (None, SupervisorState())
+
+
+def test_an_absent_file_and_one_that_cannot_be_read_are_told_apart(tmp_path):
+    assert SupervisorState.load(tmp_path) is None
+    (tmp_path / SupervisorState.FILE).write_text("{")
+    with pytest.raises(StorageFailed, match=r"run\.json, which lists .* remove it if none"):
+        SupervisorState.load(tmp_path)

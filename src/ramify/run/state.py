@@ -19,6 +19,7 @@ from typing import ClassVar, Self
 import msgspec
 
 from ramify import __version__
+from ramify.core.errors import StorageFailed
 from ramify.core.files import read_bytes, write_atomically
 
 
@@ -109,9 +110,20 @@ class StatePart(msgspec.Struct, frozen=True, kw_only=True):
     def read(cls, run: Path) -> Self | None:
         """Return the part that was written last; None if there is none that can be read."""
         try:
-            return msgspec.json.decode(read_bytes(run / cls.FILE), type=cls)
-        except (OSError, msgspec.MsgspecError):
+            return cls.load(run)
+        except StorageFailed:
             return None
+
+    @classmethod
+    def load(cls, run: Path) -> Self | None:
+        """Return the part that was written last; None if there is none. Raises StorageFailed if it cannot be read."""
+        try:
+            return msgspec.json.decode(read_bytes(run / cls.FILE), type=cls)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            problem = f"{run / cls.FILE}, which lists the processes of the run, cannot be read: {error}"
+            raise StorageFailed(f"{problem}; remove it if none of them is left on a node") from error
 
     def write(self, run: Path) -> None:
         """Replace the file."""
