@@ -107,7 +107,7 @@ async def test_trainer_with_one_rank_has_a_token_and_a_process_on_the_head_has_n
     ("epoch", "tokens"), [(1, ["1.5", "1.7", ""]), (2, ["2.0", "2.0", ""])], ids=["same head", "another head"]
 )
 async def test_restarted_supervisor_continues_the_tokens_of_its_epoch_and_waits_for_leases(tmp_path, epoch, tokens):
-    """The end of an earlier process was seen, that of another was not: it may run until its lease has ended.
+    """An earlier process was seen to end, another was not: it may run until its lease has ended.
 
     Its lease is the one that it was started with.
     """

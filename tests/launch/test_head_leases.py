@@ -1,4 +1,4 @@
-"""A new head waits for the leases that a lost one has granted, and not for those of a head that ended all processes."""
+"""A new head waits for the leases that a lost head has granted, unless that head ended all its processes."""
 
 import contextlib
 
@@ -58,7 +58,7 @@ def test_new_head_waits_for_the_leases_of_a_lost_one(tmp_path):
     train_step(first)
     with pytest.raises(KeyboardInterrupt), run_head(tmp_path, first, duration=300.0, states=()):
         pass
-    assert find_waits(tmp_path, "second") == {name: make_earlier(300.0) for name in "ab"}  # not those of its own file
+    assert find_waits(tmp_path, "second") == {name: make_earlier(300.0) for name in "ab"}  # not from its own file
     assert find_waits(tmp_path, "third") == {}  # the second has waited, and has ended its processes
 
 
@@ -97,7 +97,7 @@ def test_head_that_was_replaced_before_it_has_written_its_leases_starts_nothing(
         pytest.raises(ProcessReplaced),
         hold_leases(first.path, first.shared_path, epoch, make_specs(tmp_path), InProcessLauncher()),
     ):
-        raise AssertionError("it would start its processes beside those of the new head")
+        raise AssertionError("it would start its processes beside the new head's")
 
 
 def test_damaged_file_is_named(tmp_path):

@@ -42,7 +42,7 @@ def place(nodes, *, size: ModelSize = SMALL, cluster=None, **more) -> tuple[dict
 
 
 def divide(num_gpus: int, **more) -> dict[str, tuple[int, ...]]:
-    """Return the GPUs of each process on one machine; those of a gang in one tuple."""
+    """Return the GPUs of each process on one machine; a gang's are in one tuple."""
     machine = build_machine(num_gpus, cores=64, memory_gib=1024)
     demands, _ = build([machine], **more)
     places = place_processes(list(demands.values()), [machine])

@@ -68,7 +68,7 @@ def read_model_info(name: str) -> ModelInfo:
     """Read the files of a model, without its weights."""
     path = resolve_model_path(name)
     config = _read_json_object(path / "config.json")
-    config = {**config, **config.get("text_config", {})}  # sizes of a vision-language model are those of its decoder
+    config = {**config, **config.get("text_config", {})}  # a vision-language model has its decoder's sizes
     record = path / "ramify.json"
     return ModelInfo(
         name,

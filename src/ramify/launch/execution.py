@@ -62,7 +62,7 @@ def hold_leases(
     *,
     print_line: Callable[[str], None] = print,
 ) -> Generator[dict[str, EarlierProcess]]:
-    """Record the leases of the processes until all have ended, and yield those of earlier supervisors that may run.
+    """Record the leases of the processes until all have ended, and yield processes of earlier supervisors that may run.
 
     Raises ProcessReplaced if another head has taken over.
     """

@@ -2,9 +2,9 @@
 
 | run directory on this machine | history on shared storage | what happens |
 |---|---|---|
-| that of the newest head | | it continues in its epoch |
+| belongs to the newest head | | it continues in its epoch |
 | none, or a run that had no shared directory | none | this machine becomes the first head |
-| none, or that of an older head | exists | the next epoch is claimed, and the run directory is restored |
+| none, or belongs to an earlier head | exists | the next epoch is claimed, and the run directory is restored |
 
 A claimed epoch ends the one before it: if the old head still runs, it can commit nothing more and exits. What it had
 not committed is sampled and trained again.
@@ -116,10 +116,10 @@ def prepare_head(
     accept_changes: bool | None = None,
     print_line: Callable[[str], None] = print,
 ) -> int:
-    """Make the run directory that of the newest head of the run, and link it to the shared directory.
+    """Bring the run directory up to date with the newest head, and link it to the shared directory.
 
     Return the epoch of this head. `fresh` begins the run again. Raises ConfigInvalid if the shared storage is
-    missing, or if its history is that of another run, unless `accept_changes`; ProcessReplaced if another head takes
+    missing, or if its history belongs to another run, unless `accept_changes`; ProcessReplaced if another head takes
     over at the same time.
     """
     run, shared = config.path, config.shared_path

@@ -70,7 +70,7 @@ class ProcessStart:
 
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables in addition to those of the launcher on that node."""
+    """Environment variables in addition to the launcher's on that node."""
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     """Text by file name; written to the directory of the slot before the start."""
     address: str = ""

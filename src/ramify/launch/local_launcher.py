@@ -227,7 +227,7 @@ class SlotDirectory:
     def __init__(self) -> None:
         temp_root = Path(tempfile.gettempdir())
         with storage_call(temp_root):
-            _remove_abandoned(temp_root)
+            _remove_leftovers(temp_root)
             self.path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=temp_root))
             new_lock = self.path / f"{DIRECTORY_LOCK_FILE}.new"
             self._lock_fd = os.open(new_lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -240,7 +240,7 @@ class SlotDirectory:
         os.close(self._lock_fd)
 
 
-def _remove_abandoned(temp_root: Path) -> None:
+def _remove_leftovers(temp_root: Path) -> None:
     for directory in temp_root.glob(f"{DIRECTORY_PREFIX}*"):
         with contextlib.suppress(OSError):  # it is new, locked, or belongs to another user
             fd = os.open(directory / DIRECTORY_LOCK_FILE, os.O_RDWR)

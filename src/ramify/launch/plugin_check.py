@@ -54,7 +54,7 @@ def raise_with_plugin_problems(
 
 
 def _split_by_interpreter(request: dict[str, Any]) -> dict[Path, dict[str, Any]]:
-    """Return the requests to check in each interpreter: that of this process, and those that sources name."""
+    """Return the requests to check in each interpreter: this process's, and the ones that sources name."""
     this_python = Path(sys.executable)
     sources_only: dict[str, Any] = {**request, "tables": [], "loss": None}
     requests: dict[Path, dict[str, Any]] = {this_python: {**request, "sources": {}}}

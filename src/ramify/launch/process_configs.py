@@ -118,7 +118,7 @@ def build_trainer_config(run_config: RunConfig) -> ConfigTable:
 
 
 def _resolve_engine_dtype(run_config: RunConfig, is_trainer_on_gpu: bool | None) -> str:
-    """Return the dtype of the engine: by default that of the trainer, so that sampler and trainer agree."""
+    """Return the dtype of the engine: by default the trainer's, so that sampler and trainer agree."""
     engine_dtype = "auto" if isinstance(run_config.inference, ExternalConfig) else run_config.inference.dtype
     dtype = run_config.trainer.dtype if engine_dtype == "auto" else engine_dtype
     if dtype != "auto":

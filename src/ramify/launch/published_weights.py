@@ -158,8 +158,8 @@ def _remove_directories(directories: Sequence[Path], print_line: Callable[[str],
 def hold_weights_directory(config: RunConfig, print_line: Callable[[str], None] = print) -> Generator[None]:
     """Lock the weights directory of a run, so that no other run removes it as stale.
 
-    At the end, a directory in shared memory is removed, and so are the weights that engines were started with. Those
-    of earlier heads are removed at the start: a lost head could not do so.
+    At the end, a directory in shared memory is removed, and so are the weights that engines were started with. The
+    weights of earlier heads are removed at the start: a lost head could not do so.
     """
     directory = config.weights_directory
     remove_stale_directories()

@@ -2,8 +2,9 @@
 
 The placement of a process chooses its node, and Ray runs the actor there. The actor holds a `NodeProcess`, which starts
 the process and reports about it. Actors are never restarted and calls never repeated by Ray, because the supervisor
-decides what happens after a failure. Ray's view of what is dead does not count either: a node that Ray has given up may
-live on. Only an exit that was seen counts, or the end of a lease. Replies are small and bypass Ray's object store.
+decides what happens after a failure. Ray's view of what is dead does not count either: a node that Ray has declared
+dead may live on. Only an exit that was seen counts, or the end of a lease. Replies are small and bypass Ray's object
+store.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """What is checked and noted before a run starts: models, ranks, disk, packages, lengths and runtimes.
 
-One error lists all problems, those of plugin tables included. Notes are lines of the plan about what may surprise.
+One error lists all problems, including those in plugin tables. Notes are lines of the plan about what may surprise.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from ramify.rollout.runtime.bwrap import describe_fallback
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
-    """Download models that are hub ids. Raise ConfigInvalid with all problems, those of plugin tables included."""
+    """Download models that are hub ids. Raise ConfigInvalid with all problems, also in plugin tables."""
     if problems := find_run_problems(config, dry_run=dry_run):
         raise_with_plugin_problems(config, problems)
 

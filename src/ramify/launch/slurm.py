@@ -22,7 +22,7 @@ SYNTAX_CHECK_TIMEOUT = 10.0  # seconds for the shell to parse one command of `se
 CHECK_SYNTAX = 'LC_ALL=C bash -O extglob -n -c "$1" 2>&1 | head -n 1; exit ${PIPESTATUS[0]}'
 
 START_RAY = r"""
-# A thousand ports by job and restart, so that jobs on one node seldom collide; below those of outgoing connections.
+# A thousand ports by job and restart, so that jobs on one node seldom collide; below the ports of outgoing connections.
 base=$((10000 + (SLURM_JOB_ID + 11 * ${SLURM_RESTART_COUNT:-0}) % 22 * 1000))
 export RAY_USAGE_STATS_ENABLED=0 RAY_DISABLE_DOCKER_CPU_WARNING=1
 export RAY_agent_register_timeout_ms=300000  # on a busy node the agents of Ray start slowly
@@ -50,7 +50,7 @@ start_ray() {  # start_ray NODE OPTIONS...: start Ray on a node, as a job step t
 }
 
 # What a step runs. Ray runs in its background: with --block, the end of any of Ray's helpers would end the node. Slurm
-# may not know these processes as its own, so the step ends them, and first those of earlier starts of the job.
+# may not know these processes as its own, so the step ends them, and first the ones from earlier starts of the job.
 run_ray='
   for ((restart = 0; restart < ${0##*-}; restart++)); do pkill -KILL -f "${0%-*}-$restart/session"; done
   trap "pkill -KILL -f $0/session" EXIT

@@ -87,9 +87,9 @@ class Supervisor:
     """Supervises the processes of one run. Call `run` once.
 
     `max_restarts` is per process and hour. `print_line` gets messages for the user, `on_change` the status of all
-    processes after every change, in a thread of its own. `earlier_processes` are those of earlier supervisors and
-    heads: one of them that may still run on a node is replaced when its lease has ended. `epoch` is that of this head,
-    and part of the tokens of its processes. `head_node` is the name of this machine in the cluster.
+    processes after every change, in a thread of its own. `earlier_processes` were started by earlier supervisors and
+    heads: one of them that may still run on a node is replaced when its lease has ended. `epoch` is this head's, and
+    part of the tokens of its processes. `head_node` is the name of this machine in the cluster.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 On a cluster, a process may be restarted on another node, so addresses change while a run goes on. The supervisor then
 replaces `addresses.json` in the run directory, and the orchestrator, which reads the file every second, connects to the
-new addresses. A run on one machine has no such file: its addresses are those of its configuration.
+new addresses. A run on one machine has no such file: its configuration has the addresses.
 
     {"inference": ["http://10.0.0.2:8000"], "models/judge": [...], "env/train/reverse": ["tcp://10.0.0.3:5000", ...]}
 """

@@ -13,7 +13,7 @@ TIME_LIMIT_PATTERN = r"(\d+-)?\d+(:\d{2}){0,2}"
 
 
 def _count_seconds(time_limit: str) -> int:
-    """Return the seconds of a time limit of sbatch: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; 0 is no limit."""
+    """Return the seconds of a time limit of sbatch: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; 0 means no limit."""
     days, dash, rest = time_limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash or len(parts) == 3:
@@ -27,7 +27,7 @@ class PlacementConfig(Config):
     """What each process of a role gets, and where it may run."""
 
     cores: int | None = Field(default=None, ge=1)
-    """Cores of each process. Default: derived from those of a node."""
+    """Cores of each process. Default: derived from a node's cores."""
     nodes: list[str] = []
     """Names or addresses of the nodes that may run it. Empty: any node."""
     max_per_node: int | None = Field(default=None, ge=1)

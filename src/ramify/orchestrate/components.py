@@ -211,7 +211,7 @@ class RunComponents:
             max_steps=config.max_steps,
             on_trainer_replaced=self._on_trainer_replaced,
         )
-        # A new run samples from the initial weights; a resumed run waits for those of its trainer.
+        # A new run samples from the initial weights; a resumed run waits for its trainer's.
         if self.first_step == 0 and all(version.step == 0 for version in self.client.versions.values()):
             self.dispatcher.weights_ready.set()
             self.evaluator.queue_due_sources(0)

@@ -445,7 +445,7 @@ class RunConfig(Config):
             if model.name and any(uses_model(source, name) for source in self.train)
         }
         if models.get(START_REFERENCE) == {"name": self.model.name}:
-            del models[START_REFERENCE]  # the orchestrator's configuration names it, that of the run need not
+            del models[START_REFERENCE]  # the orchestrator's configuration names it, the run's need not
         tables = {"model": self.model.name, "train": sources, **({"models": models} if models else {})}
         return json.loads(json.dumps(tables, default=str))
 

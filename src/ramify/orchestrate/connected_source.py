@@ -105,7 +105,7 @@ class ConnectedSource:
     def get_attempt_timeout(self, task: Mapping[str, Any]) -> float:
         """Return the seconds that one attempt at a task may take, given its wire form.
 
-        The task's own limit is added although it replaces that of the harness: each phase has its exact limit in the
+        The task's own limit is added although it replaces the harness's: each phase has its exact limit in the
         worker, and this timeout only has to be longer.
         """
         return self.attempt_timeout + float(task.get("timeout") or 0.0)

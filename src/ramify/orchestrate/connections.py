@@ -95,7 +95,7 @@ async def connect_model(
     top_k: int = 0,
     address_book: AddressBook | None = None,
 ) -> InferenceClient:
-    """Connect to the servers of a model, and check that its tokens are those of the model in `model_dir`.
+    """Connect to the servers of a model, and check that it has the same tokens as the model in `model_dir`.
 
     With `must_score`, they must return logprobs of prompts too, and the `top_k` likeliest tokens of each position. The
     client follows the addresses in `address_book`. Raises ProviderError if no server answers within `timeout` seconds,

@@ -158,7 +158,7 @@ class OrchestratorCore:
         """Record the episode of an attempt, and return the progress of its group.
 
         If the group is COMPLETE, the caller must score it; if it has TOO_FEW attempts, it was dropped. Only the first
-        result of an attempt counts: one that was given up and run again may return twice. `encoded_episode`, if given,
+        result of an attempt counts: one that timed out and was run again may return twice. `encoded_episode`, if given,
         is stored without encoding the traces again, unless they hold images.
         """
         self.attempt_queue.mark_done(group_number, attempt)

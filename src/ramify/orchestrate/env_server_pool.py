@@ -65,10 +65,10 @@ class ConnectedEnvServer(PooledServer):
 class EnvServerPool(ServerPool[ConnectedEnvServer]):
     """The env servers of the source `name`.
 
-    `get_update` returns the addresses of inference servers that all env servers should know; None if those of their
-    configuration are right. `on_lost` gets a failure for each server that is lost or has another environment than the
-    others. `start_timeout` is the seconds that `start` waits for a server, and a request if there is none; once one is
-    up, `start` waits `straggler_timeout` seconds for the others.
+    `get_update` returns the addresses of inference servers that all env servers should know; None if their configured
+    ones are right. `on_lost` gets a failure for each server that is lost or has another environment than the others.
+    `start_timeout` is the seconds that `start` waits for a server, and a request if there is none; once one is up,
+    `start` waits `straggler_timeout` seconds for the others.
     """
 
     def __init__(

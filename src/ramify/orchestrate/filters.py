@@ -53,7 +53,7 @@ class Filter:
     def fires(self, rollout: FilterInput) -> bool:
         """Return whether the filter detects its problem in the rollout.
 
-        `rollout.trace` is the trace, `rollout.annotations` are those of the algorithm, and `rollout.vocab_size` is the
+        `rollout.trace` is the trace, `rollout.annotations` come from the algorithm, and `rollout.vocab_size` is the
         size of the model's vocabulary.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define `fires`")

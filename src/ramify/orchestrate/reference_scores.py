@@ -77,7 +77,7 @@ class ScoreRequest:
     start: int
     spans: dict[NodeKey, tuple[int, int]]
     wave: int
-    """Requests of a wave are sent together, after those of the wave before."""
+    """Requests of a wave are sent together, after the wave before."""
 
 
 def plan_requests(traces: Sequence[Trace], annotations: Sequence[Annotation]) -> list[ScoreRequest]:

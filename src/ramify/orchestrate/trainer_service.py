@@ -36,7 +36,7 @@ MAX_CACHED_BATCHES = 4  # batches whose encoded shares stay in memory
 class TrainerService:
     """Handles the requests of the trainer. `on_trainer_replaced` is called when a new trainer registers.
 
-    `run` is the id of the run, which tells its uploaded weights apart from those of other runs of the same name.
+    `run` is the id of the run, which tells its uploaded weights apart from other runs with the same name.
 
     Attributes:
         has_trainer: whether a trainer has registered.

@@ -106,7 +106,7 @@ def test_a_sink_that_cannot_be_opened_is_reported():
     assert sinks.num_dropped == {"wandb": 1}
 
 
-def test_a_sink_that_hangs_is_abandoned_when_the_run_closes():
+def test_closing_does_not_wait_for_a_sink_that_hangs():
     sink, lines = HangingSink(), []
     sinks = MonitorSinks({"slow": lambda: sink}, print_line=lines.append, max_queued_calls=4)
     sinks.log_metrics(0, {})
@@ -115,12 +115,12 @@ def test_a_sink_that_hangs_is_abandoned_when_the_run_closes():
         sinks.log_metrics(step, {})
     assert lines == ["sink slow is too slow; dropping calls"]
     sinks.close(timeout=0.05)
-    assert lines[-1] == "sink slow did not close in time; abandoned"
+    assert lines[-1] == "sink slow did not close in time"
     assert sink.values == []
     sink.released.set()
 
 
-def test_a_sink_that_hangs_while_it_opens_is_abandoned():
+def test_closing_does_not_wait_for_a_sink_that_hangs_while_it_opens():
     released, lines = threading.Event(), []
 
     def open_slowly():
@@ -130,5 +130,5 @@ def test_a_sink_that_hangs_while_it_opens_is_abandoned():
     sinks = MonitorSinks({"slow": open_slowly}, print_line=lines.append)
     sinks.log_metrics(0, {})
     sinks.close(timeout=0.05)
-    assert lines == ["sink slow did not close in time; abandoned"]
+    assert lines == ["sink slow did not close in time"]
     released.set()

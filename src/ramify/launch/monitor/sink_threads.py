@@ -80,14 +80,14 @@ class _SinkWorker:
         self.name, self.num_dropped = name, 0
         self._factory, self._print_line = factory, print_line
         self._calls: queue.Queue[SinkCall | None] = queue.Queue(max_queued_calls)
-        self._given_up = False
+        self._disabled = False
         self._warned: set[str] = set()
         self._thread = threading.Thread(target=self._run, name=f"monitor {name}", daemon=True)
         self._thread.start()
 
     def submit(self, call: SinkCall) -> None:
         """Queue a call, or drop it if the queue is full or the sink is disabled."""
-        if not self._given_up:
+        if not self._disabled:
             try:
                 return self._calls.put_nowait(call)
             except queue.Full:
@@ -107,11 +107,11 @@ class _SinkWorker:
         return None
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread; abandon it after `timeout` seconds."""
+        """Wait for the thread, for at most `timeout` seconds."""
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self._given_up = True
-            self._warn_once("hangs", f"sink {self.name} did not close in time; abandoned")
+            self._disabled = True
+            self._warn_once("hangs", f"sink {self.name} did not close in time")
 
     def _run(self) -> None:
         sink = self._open_sink()
@@ -141,8 +141,8 @@ class _SinkWorker:
             return None
 
     def _give_up(self, message: str) -> None:
-        self._given_up = True
-        self._warn_once("given up", message)
+        self._disabled = True
+        self._warn_once("disabled", message)
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:

@@ -106,7 +106,7 @@ Float32Array = npt.NDArray[np.float32]
 class PixelScaling:
     """How pixel values become model inputs; None leaves a step out.
 
-    The numbers equal those of the Pillow processors of transformers: resize in uint8, scale in float64, round to
+    The numbers equal the Pillow processors of transformers: resize in uint8, scale in float64, round to
     float32, normalize in float32.
     """
 

@@ -47,7 +47,7 @@ class Algorithm:
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
         """Return the advantage of each rollout: how much better it was than expected.
 
-        `traces` are those of one agent in all attempts at one task; `rewards` has their rewards, in the same order.
+        `traces` belong to one agent, in all attempts at one task; `rewards` has their rewards, in the same order.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define `advantages`, or `annotate`")
 
