@@ -128,10 +128,11 @@ lock:  ## write the versions of requirements-dev.lock, keeping those that still 
 	$(or $(UV),.venvs/uv/bin/uv) pip compile --quiet --universal --python-version 3.11 --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
 		--group dev $(addprefix --extra ,$(subst $(COMMA), ,$(DEV_EXTRAS))) $(LOCK_ARGS) -o requirements-dev.lock pyproject.toml
 
-style: env  ## ruff, formatting and structure
+style: env  ## ruff, formatting, structure and words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tools.structure
+	$(BIN)/python -m tools.words
 
 lint: style  ## style and types
 	$(PYRIGHT)
