@@ -64,8 +64,11 @@ def hold_leases(
 ) -> Generator[dict[str, EarlierProcess]]:
     """Record the leases of the processes until all have ended, and yield processes of earlier supervisors that may run.
 
-    Raises ProcessReplaced if another head has taken over.
+    Raises ProcessReplaced if another head has taken over, and StorageFailed if the processes of the last supervisor
+    are not known, which may still run on nodes.
     """
+    if launcher.can_lose_nodes:
+        SupervisorState.load(run)
     earlier = read_earlier_processes(run)
     delays = {spec.name: spec.placement.lease.replacement_delay for spec in specs if spec.placement is not None}
     if shared is None or not launcher.can_lose_nodes:
