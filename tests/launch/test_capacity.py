@@ -140,6 +140,20 @@ def test_a_dry_run_says_how_many_nodes_have_joined_and_plans_the_others(run_file
     assert {"a (a, head): 0 GPUs, 4 cores", "node-1 (node-1): 2 GPUs of 80 GiB, 8 cores, 16 GiB"} <= set(lines)
 
 
+def test_a_dry_run_on_ray_plans_with_the_configured_memory_of_a_gpu(run_file, capsys, monkeypatch):
+    ray = StubRay("a", "b")
+    ray.num_gpus = 2
+    monkeypatch.setattr("ramify.launch.ray_launcher.connect_to_ray", lambda address: ray)
+    command = ["rl", "@", run_file, "--cluster", "ray", "--dry-run", "--cluster.env_servers.cores", "1"]
+    assert main(command) == 0
+    output, note = capsys.readouterr().out, "note: each GPU is assumed to have 80 GiB, which Ray does not report"
+    assert "a (a, head): 2 GPUs of 80 GiB, 4 cores" in output
+    assert f"{note}; set cluster.node.gpu_memory_gib" in output
+    assert main([*command, "--cluster.node.gpu_memory_gib", "1.25"]) == 2
+    error = capsys.readouterr().err
+    assert "has 1.2 GiB, the run needs about" in error and "assumed" not in error
+
+
 def test_a_dry_run_says_what_other_jobs_use(run_file, capsys, monkeypatch):
     ray = StubRay("a", "b")
     ray.used_cores = 3

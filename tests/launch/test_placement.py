@@ -89,6 +89,8 @@ def test_memory_counts_where_it_is_known():
         place_processes([engine(0, memory=9 * GIB)], [node])
     unknown = ClusterNode("n0", "10.0.0.1", 8, 2)
     assert place_processes([engine(0, memory=9 * GIB, gpu_memory=24 * GIB)], [unknown])
+    with pytest.raises(ClusterTooSmall):  # the memory of a GPU is assumed
+        place_processes([engine(0, gpu_memory=81 * GIB)], [unknown])
 
 
 def test_optional_processes_are_left_out_if_they_do_not_fit():

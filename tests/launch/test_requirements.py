@@ -6,7 +6,7 @@ from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.memory import ModelSize
 from ramify.launch.placement import ProcessDemand, place_processes
-from ramify.launch.requirements import build_demands
+from ramify.launch.requirements import GpuDivision, build_demands
 from ramify.orchestrate.config import RunConfig
 from tests.support.plans import GIB, build_machine
 
@@ -181,6 +181,11 @@ def test_one_of_eight_gpus_trains_at_least():
     assert sum(name.startswith("inference/") for name in placed) == 28
     assert (demands["inference/0"].cores, demands["inference/0"].gpus) == (4, 1)
     assert sum(name.startswith("env/train/") for name in placed) == 4
+
+
+def test_only_nodes_with_gpus_limit_the_memory_of_a_gpu():
+    nodes = [ClusterNode("n0", "10.0.0.0", 8), ClusterNode("n1", "10.0.0.1", 8, 2, gpu_memory=141 * GIB)]
+    assert GpuDivision(RunConfig(train=[TRAIN]), nodes, lambda _: SMALL).gpu_memory == 141 * GIB
 
 
 def test_configured_counts_are_needed_and_derived_ones_are_not():

@@ -20,7 +20,7 @@ def build_machine(num_gpus: int = 0, *, gpu_gib: float = 80, cores: int = 2, mem
         cores,
         num_gpus,
         memory=int(memory_gib * GIB),
-        gpu_memory=int(gpu_gib * GIB) if num_gpus else None,
+        gpu_memory=int(gpu_gib * GIB),
         is_head=True,
         allows_sharing=True,
     )

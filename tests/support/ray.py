@@ -70,14 +70,14 @@ class StubRay:
 
     `failures` says what happens to actors on a node: `full` (they wait for a core), `slow` (they have one and never
     start), `crashes`, `dies` (the node), the text of an error in their constructor, or an exception of a method.
-    `used_cores` are in use by other jobs. `num_late_reports` of what is free still count the core of a killed actor. If
-    `released` is set, `shutdown` waits for it.
+    Each node has `num_gpus`. `used_cores` are in use by other jobs. `num_late_reports` of what is free still count the
+    core of a killed actor. If `released` is set, `shutdown` waits for it.
     """
 
     def __init__(self, *names: str, failures: dict[str, str | Exception] | None = None) -> None:
         self.names, self.failures = list(names), failures or {}
         self.actors: list[StubActor] = []
-        self.used_cores, self.num_late_reports = 0, 0
+        self.num_gpus, self.used_cores, self.num_late_reports = 0, 0, 0
         self.released: threading.Event | None = None
         strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=NodeAffinitySchedulingStrategy)
         self.util = SimpleNamespace(scheduling_strategies=strategies)
@@ -90,7 +90,7 @@ class StubRay:
                 "NodeID": f"id-{name}",
                 "NodeManagerAddress": name,
                 "Alive": True,
-                "Resources": {"CPU": 4},
+                "Resources": {"CPU": 4, "GPU": self.num_gpus},
             }
             for name in self.names
         ]
@@ -99,7 +99,10 @@ class StubRay:
         num_running = sum(actor.has_core for actor in self.actors)
         for actor in self.actors:
             actor.num_reports_left -= 1
-        return {"CPU": 4.0 * len(set(self.names)) - self.used_cores - num_running}
+        return {
+            "GPU": float(self.num_gpus * len(self.names)),
+            "CPU": 4.0 * len(set(self.names)) - self.used_cores - num_running,
+        }
 
     def get_runtime_context(self):
         return SimpleNamespace(get_node_id=lambda: f"id-{self.names[0]}")

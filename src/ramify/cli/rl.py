@@ -80,7 +80,7 @@ def _list_nodes(config: RunConfig, assumed_gpus: str | None) -> tuple[list[Clust
 
     planned_nodes = list_planned_nodes(config)
     try:
-        launcher = RayLauncher.connect(cluster.address)
+        launcher = RayLauncher.connect(cluster.address, gpu_bytes=cluster.node.gpu_bytes)
     except ConfigInvalid as error:
         return planned_nodes, f"nodes as in [cluster.node], because {error.message}"
     try:

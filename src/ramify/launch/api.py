@@ -83,7 +83,7 @@ def open_launcher(
     from ramify.launch.ray_launcher import RayLauncher
 
     cluster = config.cluster
-    launcher = RayLauncher.connect(cluster.address)
+    launcher = RayLauncher.connect(cluster.address, gpu_bytes=cluster.node.gpu_bytes)
     try:
         nodes = launcher.wait_for_nodes(cluster.num_nodes or 1, timeout=cluster.join_timeout, print_line=print_line)
         if usage := launcher.describe_usage(nodes):

@@ -43,7 +43,8 @@ def place_run(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunPlacement:
         unlimited = _place(config, nodes, find_size, check_memory=False)
         if problems := _list_shortages(unlimited):
             lines = [f"not enough memory: {problem}" for problem in problems]
-            raise ClusterTooSmall("\n".join(lines) + _format_advice(config, nodes, find_size)) from None
+            lines += [_format_advice(config, nodes, find_size), *list_gpu_notes(config, nodes)]
+            raise ClusterTooSmall("\n".join(lines)) from None
         raise
 
 
@@ -95,6 +96,16 @@ def _list_shortages(placement: RunPlacement) -> list[str]:
     ]
 
 
+def list_gpu_notes(config: RunConfig, nodes: Sequence[ClusterNode]) -> list[str]:
+    """Return a note if the memory of the nodes' GPUs is only assumed."""
+    shape = config.cluster.node
+    is_known = not config.cluster.is_distributed or "gpu_memory_gib" in shape.model_fields_set
+    if is_known or not any(node.num_gpus for node in nodes):
+        return []
+    assumption = f"each GPU is assumed to have {shape.gpu_memory_gib:g} GiB, which Ray does not report"
+    return [f"note: {assumption}; set cluster.node.gpu_memory_gib"]
+
+
 def choose_moments(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunConfig:
     """Return the configuration with the format of AdamW's moments, if that is `auto` and the trainer has a GPU.
 
@@ -140,7 +151,7 @@ def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: F
         options.append(_find_fitting_settings(config, nodes, find_size, {"trainer.lora.enabled": True}))
     alternatives = [" ".join(_format_flag(key, value) for key, value in option.items()) for option in options if option]
     node = nodes[0]
-    gpu_gib = f"{(node.gpu_memory or 80 * GIB) / GIB:g}"
+    gpu_gib = f"{node.gpu_memory / GIB:g}"
     for num_gpus in TRIED_GPUS if node.allows_sharing and node.num_gpus else ():
         more = [dataclasses.replace(node, num_gpus=num_gpus)]
         if num_gpus > node.num_gpus and (settings := _find_fitting_settings(config, more, find_size, {})) is not None:
@@ -151,7 +162,7 @@ def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: F
         alternatives.append("GPUs (`--dry-run --assume-gpus 8x80` plans for eight GPUs of 80 GiB each)")
     if not alternatives:
         alternatives = ["a smaller model", "vLLM engines of several GPUs (inference.tensor_parallel)", "larger GPUs"]
-    return f"\nit would fit with {', or with '.join(alternatives)}"
+    return f"it would fit with {', or with '.join(alternatives)}"
 
 
 def _find_fitting_settings(

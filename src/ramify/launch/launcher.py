@@ -21,10 +21,12 @@ from typing import NamedTuple, Protocol
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.lease import LeaseTerms, RoleLeases
 
+ASSUMED_GPU_BYTES = 80 << 30  # memory of a GPU of unknown size
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A machine of the cluster. Sizes are in bytes; None if they are unknown."""
+    """A machine of the cluster. Sizes are in bytes."""
 
     name: str
     """Unique in the cluster."""
@@ -33,7 +35,8 @@ class ClusterNode:
     num_cpus: float
     num_gpus: float = 0.0
     memory: int | None = None
-    gpu_memory: int | None = None
+    """None if it is unknown."""
+    gpu_memory: int = ASSUMED_GPU_BYTES
     """Memory of each GPU."""
     is_head: bool = False
     """Whether it is the head, which runs the supervisor, the orchestrator and the ledger."""

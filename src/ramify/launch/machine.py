@@ -15,7 +15,7 @@ from typing import Literal
 import psutil
 
 from ramify.core.errors import ConfigInvalid
-from ramify.launch.launcher import ClusterNode
+from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode
 from ramify.processes.probe import run_probe
 from ramify.rollout.envserver.config import count_available_cores
 
@@ -105,7 +105,7 @@ def describe_machine(gpus: list[Gpu] | None = None) -> ClusterNode:
         num_cpus=count_usable_cores(),
         num_gpus=len(gpus),
         memory=get_usable_memory(),
-        gpu_memory=min((gpu.memory for gpu in gpus), default=None),
+        gpu_memory=min((gpu.memory for gpu in gpus), default=ASSUMED_GPU_BYTES),
         is_head=True,
         allows_sharing=True,
     )

@@ -88,12 +88,11 @@ class FreeNode:
     def from_node(cls, node: ClusterNode) -> "FreeNode":
         """Return the whole of a node."""
         unlimited = float("inf")
-        gpu_memory = unlimited if node.gpu_memory is None else node.gpu_memory
         return cls(
             node,
             cores=unlimited if node.allows_sharing else int(node.num_cpus),
             memory=unlimited if node.memory is None else node.memory,
-            gpus=[FreeGpu(number, gpu_memory) for number in range(int(node.num_gpus))],
+            gpus=[FreeGpu(number, node.gpu_memory) for number in range(int(node.num_gpus))],
         )
 
     @property
@@ -244,7 +243,7 @@ class RunPlacement:
         lines: list[str] = []
         for node in self.nodes:
             label = f"{node.name} ({node.host}, head)" if node.is_head else f"{node.name} ({node.host})"
-            gpu_size = "" if node.gpu_memory is None else f" of {node.gpu_memory / GIB:.0f} GiB"
+            gpu_size = f" of {node.gpu_memory / GIB:.0f} GiB" if node.num_gpus else ""
             memory = "" if node.memory is None else f", {node.memory / GIB:.0f} GiB"
             lines += ["", f"{label}: {format_count(node.num_gpus, 'GPU')}{gpu_size}, {node.num_cpus:g} cores{memory}"]
             lines += self._list_processes(node) or ["  nothing"]

@@ -18,7 +18,7 @@ from ramify.core.config import Config, dump_toml, write_toml
 from ramify.core.names import format_count
 from ramify.env.chat_client import get_model_variable
 from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
-from ramify.launch.capacity import choose_moments, find_long_path_warning, place_run
+from ramify.launch.capacity import choose_moments, find_long_path_warning, list_gpu_notes, place_run
 from ramify.launch.launcher import ClusterNode, Placement, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
 from ramify.launch.memory import ModelSize
@@ -90,7 +90,12 @@ def format_plan(config: RunConfig, placement: RunPlacement, origin: str = "") ->
         f"{name}: {address} (external, not managed by this run)" for name, address in _list_external_services(config)
     ]
     model = ModelSize.from_name(config.model.name)
-    notes = [*list_disk_notes(config), *list_model_notes(config), *list_start_notes(config)]
+    notes = [
+        *list_gpu_notes(config, placement.nodes),
+        *list_disk_notes(config),
+        *list_model_notes(config),
+        *list_start_notes(config),
+    ]
     if TRAINER in placement.places and (warning := find_long_path_warning(config, placement.nodes)):
         notes.append(f"warning: {warning}")
     if model and model.experts_note:

@@ -24,7 +24,7 @@ from ramify.core.async_calls import call_in_daemon_thread, cancel_all
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessDied, RamifyError
 from ramify.core.interactive import run_coroutine
 from ramify.core.terminal import hide_log_records
-from ramify.launch.launcher import ClusterNode, Placement, ProcessSlot, ProcessSpec
+from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode, Placement, ProcessSlot, ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.placement import format_room
 from ramify.launch.remote_slot import ExchangeReply, ExchangeRequest, NodeProcess, RemoteSlot, SlotAddress
@@ -115,17 +115,23 @@ class RayLauncher:
 
     can_lose_nodes = True
 
-    def __init__(self, ray: Any, settings: RayLauncherSettings | None = None) -> None:
-        """Use an initialized `ray`; `connect` is the usual way."""
+    def __init__(
+        self, ray: Any, settings: RayLauncherSettings | None = None, *, gpu_bytes: int = ASSUMED_GPU_BYTES
+    ) -> None:
+        """Use an initialized `ray`, whose GPUs have `gpu_bytes` of memory each; `connect` is the usual way."""
         self._ray, self._local, self._settings = ray, LocalLauncher(), settings or RayLauncherSettings()
+        self._gpu_bytes = gpu_bytes
         self._avoided_until: dict[str, float] = {}  # monotonic time, by node
         self._clients: list[_RayClient] = []  # of actors that were not ended
         self._actor_class = ray.remote(_NodeProcessActor)
 
     @classmethod
-    def connect(cls, address: str = "auto") -> Self:
-        """Connect to a running Ray cluster. Raises ConfigInvalid if Ray is missing or the cluster does not answer."""
-        return cls(connect_to_ray(address))
+    def connect(cls, address: str = "auto", *, gpu_bytes: int = ASSUMED_GPU_BYTES) -> Self:
+        """Connect to a running Ray cluster, whose GPUs have `gpu_bytes` of memory each: Ray does not report it.
+
+        Raises ConfigInvalid if Ray is missing or the cluster does not answer.
+        """
+        return cls(connect_to_ray(address), gpu_bytes=gpu_bytes)
 
     def list_nodes(self) -> list[ClusterNode]:
         """Return the nodes that Ray takes for alive; the head is the one of this process."""
@@ -144,6 +150,7 @@ class RayLauncher:
                 num_cpus=node["Resources"].get("CPU", 0.0),
                 num_gpus=node["Resources"].get("GPU", 0.0),
                 memory=int(node["Resources"].get("memory", 0)) or None,
+                gpu_memory=self._gpu_bytes,
                 is_head=node["NodeID"] == head_id,
             )
             for node in ray_nodes

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count, suggest
 from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
-from ramify.launch.launcher import ClusterNode
+from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode
 from ramify.launch.machine import GIB, Device, uses_gpu
 from ramify.launch.memory import (
     PROCESS_BASE_BYTES,
@@ -40,7 +40,6 @@ MAX_ENV_SERVER_CORES = 4  # of a derived number of cores
 MAX_ENV_SERVERS = 16  # of a source, if the number is derived
 MAX_THREADS_WITH_GPU = 8  # CPU threads of a process that computes on a GPU
 GPUS_PER_RANK = 8  # one of so many GPUs trains, at least
-ASSUMED_GPU_BYTES = 80 * GIB  # memory of a GPU of unknown size
 MAX_MEMORY_FRACTION = 0.95  # of a device
 
 FindSize = Callable[[str], ModelSize | None]
@@ -123,7 +122,7 @@ class GpuDivision:
     def __init__(self, config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> None:
         self.config, self.nodes, self.find_size, self.reasons = config, nodes, find_size, list[str]()
         self.num_gpus = sum(int(node.num_gpus) for node in nodes)
-        self.gpu_memory = min((node.gpu_memory or ASSUMED_GPU_BYTES for node in nodes), default=ASSUMED_GPU_BYTES)
+        self.gpu_memory = min((node.gpu_memory for node in nodes if node.num_gpus), default=ASSUMED_GPU_BYTES)
         self.managed_models = {name: model for name, model in config.all_models.items() if model.is_managed}
         self.model_gpus = sum(self.count_gpus(model.inference) for model in self.managed_models.values())
         inference = config.inference
@@ -378,7 +377,7 @@ def list_planned_nodes(config: RunConfig) -> list[ClusterNode]:
             shape.cores,
             shape.gpus,
             memory=int(shape.memory_gib * GIB),
-            gpu_memory=int(shape.gpu_memory_gib * GIB),
+            gpu_memory=shape.gpu_bytes,
             is_head=number == 0,
             is_assumed=True,
         )

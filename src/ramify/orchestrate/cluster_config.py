@@ -67,7 +67,12 @@ class NodeShapeConfig(Config):
     memory_gib: float = Field(default=32.0, gt=0)
     """GiB of memory."""
     gpu_memory_gib: float = Field(default=80.0, gt=0)
-    """GiB of memory of each GPU."""
+    """GiB of memory of each GPU, also of a cluster that runs: Ray does not report it."""
+
+    @property
+    def gpu_bytes(self) -> int:
+        """`gpu_memory_gib` in bytes."""
+        return int(self.gpu_memory_gib * 2**30)
 
 
 class SlurmConfig(Config):
