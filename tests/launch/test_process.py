@@ -15,7 +15,8 @@ import pytest
 from ramify.launch.launcher import ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.process import SupervisedProcess, is_responding
-from ramify.processes.child import RAMIFY_COMMAND, STOP_TIMEOUT
+from ramify.processes.child import RAMIFY_COMMAND, STOP_TIMEOUT, ChildProcess
+from ramify.processes.prefork import start_prefork_server
 from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
 from tests.support.launchers import build_leases
 from tests.support.processes import is_running, wait_until, wait_until_ended
@@ -156,6 +157,29 @@ async def test_forked_processes_have_variables_of_their_own(tmp_path, monkeypatc
             async with run_process(spec, launcher) as process:
                 assert await process.wait_for_exit() == 0
             assert spec.log.read_text() == output
+
+
+async def test_forked_process_has_the_directory_variables_and_files_of_its_parent(tmp_path, monkeypatch):
+    code = """
+import os, random, sys
+facts = (sys.argv[1], os.getcwd(), os.environ.get("RAYON_NUM_THREADS"), random.random())
+os.write(int(sys.argv[2]), " ".join(map(str, facts)).encode())
+"""
+    (tmp_path / "write_facts.py").write_text(code)
+    monkeypatch.setenv("RAYON_NUM_THREADS", "3")
+    facts = []
+    with start_prefork_server(("colorsys", "random"), {}) as client:
+        monkeypatch.chdir(tmp_path)  # after the start of the fork server
+        monkeypatch.delenv("RAYON_NUM_THREADS")
+        for name in ("a", "b"):
+            child = ChildProcess((sys.executable, "-m", "write_facts", name))
+            with (tmp_path / "facts").open("w+b") as file, (tmp_path / "log").open("wb") as log:
+                assert await child.start_preforked(client, ("colorsys",), log.fileno(), pass_fds=[file.fileno()])
+                assert await asyncio.wait_for(child.wait(), 60) == 0, (tmp_path / "log").read_text()
+                await child.stop()
+                facts.append((tmp_path / "facts").read_text().split())
+    assert [words[:3] for words in facts] == [["a", str(tmp_path), "None"], ["b", str(tmp_path), "None"]]
+    assert facts[0][3] != facts[1][3]  # each has random numbers of its own
 
 
 async def test_tcp_address_must_accept_within_the_timeout():

@@ -60,8 +60,8 @@ def engine():
 class ChangingRun:
     """A run whose environment can be changed between its starts."""
 
-    def __init__(self, directory, engine):
-        self.directory, self.engine = directory, engine
+    def __init__(self, directory, engine, fork_client):
+        self.directory, self.engine, self.fork_client = directory, engine, fork_client
         self.data, self.path = directory / "words.txt", directory / "outputs" / "run"
         self.data.write_text(WORDS)
         self.write_environment()
@@ -83,7 +83,7 @@ class ChangingRun:
             "shutdown_timeout": 0.1,
             "heartbeat_interval": 0.2,
         }
-        return EnvServer(EnvServerConfig.model_validate(config))
+        return EnvServer(EnvServerConfig.model_validate(config), prefork_client=self.fork_client)
 
     def config(self, address: str) -> RunConfig:
         source = {key: value for key, value in self.source.items() if key != "pool"}
@@ -116,8 +116,8 @@ class ChangingRun:
 
 
 @pytest.fixture
-def changing_run(tmp_path, engine):
-    return ChangingRun(tmp_path, engine)
+def changing_run(tmp_path, engine, fork_client):
+    return ChangingRun(tmp_path, engine, fork_client)
 
 
 async def test_environment_changes_are_named_and_refused_unless_accepted(changing_run):
@@ -264,9 +264,9 @@ async def move_everything(run: RunComponents, moving_run: ChangingRun, new_engin
         assert not run.progress.failure_counts
 
 
-async def test_run_follows_its_processes_to_new_addresses(tmp_path):
+async def test_run_follows_its_processes_to_new_addresses(fork_client, tmp_path):
     with contextlib.ExitStack() as engines:
-        moving_run = ChangingRun(tmp_path, start_engine(engines))
+        moving_run = ChangingRun(tmp_path, start_engine(engines), fork_client)
         new_engine = start_engine(engines)
         async with moving_run.server() as first_server, AsyncExitStack() as stack:
             config = moving_run.config(first_server.address)

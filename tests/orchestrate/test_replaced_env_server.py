@@ -46,7 +46,7 @@ class GatedTasks:
         return len(started.read_text().splitlines()) if started.exists() else 0
 
 
-async def run_with_cut_connection(urls: str, folder: Path, ledger: Ledger) -> None:
+async def run_with_cut_connection(urls: str, folder: Path, ledger: Ledger, fork_client) -> None:
     pool_config, gate = {"type": "static", "workers": 1}, folder / "gate"
     configs = [
         make_config(urls, folder / name, pool=pool_config, client_timeout=60.0, heartbeat_interval=0.1)
@@ -54,8 +54,8 @@ async def run_with_cut_connection(urls: str, folder: Path, ledger: Ledger) -> No
     ]
     tasks: Any = GatedTasks(gate)
     async with (
-        EnvServer(configs[0]) as lost,
-        EnvServer(configs[1]) as other,
+        EnvServer(configs[0], prefork_client=fork_client) as lost,
+        EnvServer(configs[1], prefork_client=fork_client) as other,
         Proxy(lost.address) as proxy,
         EnvServerPool("it", [proxy.address, other.address], start_timeout=60.0, settings=QUICK) as servers,
     ):
@@ -94,10 +94,10 @@ async def run_with_cut_connection(urls: str, folder: Path, ledger: Ledger) -> No
         await cancel_all([running])
 
 
-async def test_attempts_of_a_replaced_env_server_count_once(tmp_path):
+async def test_attempts_of_a_replaced_env_server_count_once(fork_client, tmp_path):
     with RunStore.open(tmp_path / "run") as store, run_engine(ScriptedEngine(reply_cba)) as engine:
         ledger = Ledger.open(store)
-        await run_with_cut_connection(engine.url, tmp_path, ledger)
+        await run_with_cut_connection(engine.url, tmp_path, ledger, fork_client)
         ended = [attempt for attempt in ledger.attempts() if attempt.state is not GroupState.ISSUED]
         assert len(ended) == NUM_ATTEMPTS and {attempt.num_tries for attempt in ended} == {1}
         assert sorted(attempt.rollout_id or "" for attempt in ended) == sorted(record.id for record in store.rollouts())

@@ -84,15 +84,16 @@ class ChildProcess:
         After a failure, the process may still start, late: only `has_exited` says that none runs. `request_stop`
         prevents the late start.
 
-        With `command_forks_watcher`, the command itself calls `fork_under_watcher`, which saves the start of an
-        interpreter. It then chooses the time between SIGTERM and SIGKILL; `stop_timeout` is only how long `stop` waits.
+        The process inherits `pass_fds`, whose numbers are appended to its arguments. With `command_forks_watcher`, the
+        command itself calls `fork_under_watcher`, which saves the start of an interpreter. It then chooses the time
+        between SIGTERM and SIGKILL; `stop_timeout` is only how long `stop` waits.
         """
         detach = (DETACH_FLAG,) if self._is_detached else ()
         watcher = () if command_forks_watcher else (*self._watcher_command, *detach, str(self.stop_timeout))
         try:
             with self._open_control_socket() as child_socket:
                 popen = subprocess.Popen(
-                    [*watcher, *self.command],
+                    [*watcher, *self.command, *map(str, pass_fds)],
                     stdin=child_socket.fileno(),
                     stdout=output_fd,
                     stderr=output_fd,
@@ -114,14 +115,24 @@ class ChildProcess:
         except OSError as error:
             raise ProcessDied(f"{self.command[0]} cannot be started: {error.strerror}") from error
 
-    async def start_preforked(self, client: PreforkClient, modules: Sequence[str], output_fd: int) -> bool:
-        """Fork the process from a fork server that has imported `modules`; return False if it cannot be forked."""
+    async def start_preforked(
+        self,
+        client: PreforkClient,
+        modules: Sequence[str],
+        output_fd: int,
+        *,
+        pass_fds: Sequence[int] = (),
+        command_forks_watcher: bool = False,
+    ) -> bool:
+        """Fork the process from a fork server that has imported `modules`; return False if it cannot be forked.
+
+        The options are the same as for `start`.
+        """
+        stop_timeout = None if command_forks_watcher else self.stop_timeout
         with contextlib.suppress(OSError):  # a TimeoutError is one, too
             with self._open_control_socket() as child_socket:
-                fds = (child_socket.fileno(), output_fd)
-                is_requested = client.request_fork(
-                    self.command, modules, self.env, stop_timeout=self.stop_timeout, fds=fds
-                )
+                fds = (child_socket.fileno(), output_fd, *pass_fds)
+                is_requested = client.request_fork(self.command, modules, self.env, stop_timeout=stop_timeout, fds=fds)
                 self._is_starting = is_requested
             return is_requested and await self._receive_pids(PREFORK_TIMEOUT)
         return False

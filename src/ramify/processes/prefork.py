@@ -2,10 +2,11 @@
 
     parent ==request socket==> fork server ---> watcher ---> command
 
-An engine and a trainer spend their first seconds importing the same modules. The fork server imports them once and
-forks each process from itself. A forked process is like a started one: it has a watcher, its own session, its own
-process title and the given standard streams, and its watcher sends the same messages. If the fork server is missing or
-dead, processes are started directly.
+An engine and a trainer spend their first seconds importing the same modules, and so do the workers of an env server.
+The fork server imports them once and forks each process from itself. A forked process is like a started one: it has a
+watcher, its own session, its own process title, the given standard streams, and the environment variables and the
+working directory of the parent, and its watcher sends the same messages. If the fork server is missing or dead,
+processes are started directly.
 """
 
 import atexit
@@ -22,13 +23,15 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ramify.processes.watcher import DESCENDANTS_TIMEOUT, die_with_parent, fork_under_watcher
 
 PYTHON_MODULE = (sys.executable, "-m")  # only commands that start like this can be forked
-MAX_MESSAGE_BYTES = 1 << 16  # of a request
+MAX_MESSAGE_BYTES = 1 << 17  # of a request, which has all environment variables
+MAX_FDS = 8  # of a request
 TITLE_PADDING = " " * 1024  # an argument that leaves room for the titles of the forked processes
-POST_FORK_PREFIX = "RAMIFY_"  # variables that are read only after the imports, so a forked process can set its own
+POST_FORK_PREFIXES = ("RAMIFY_", "TMPDIR")  # of variables that are read only after the imports
 
 
 class PreforkClient:
@@ -43,19 +46,28 @@ class PreforkClient:
         modules: Sequence[str],
         env: Mapping[str, str],
         *,
-        stop_timeout: float,
-        fds: tuple[int, int],
+        stop_timeout: float | None,
+        fds: Sequence[int],
     ) -> bool:
         """Request a process that has imported `modules`; return False if the server cannot fork it.
 
-        `fds` are the control socket of its watcher and the file for its output.
+        Without `stop_timeout` the command itself forks its watcher. `fds` are the control socket of the watcher, the
+        file for the output, and others, whose numbers in the process are appended to the arguments of the command.
         """
         if not is_forkable(command, modules) or get_import_env(env) != self._import_env:
             return False
-        post_fork_env = {name: value for name, value in env.items() if name.startswith(POST_FORK_PREFIX)}
-        request = {"stop_timeout": stop_timeout, "command": command, "modules": modules, "env": post_fork_env}
+        request = {
+            "stop_timeout": stop_timeout,
+            "command": command,
+            "modules": modules,
+            "env": {**os.environ, **env},
+            "directory": str(Path.cwd()),
+        }
+        message = json.dumps(request).encode()
+        if len(message) > MAX_MESSAGE_BYTES:
+            return False
         try:
-            socket.send_fds(self._request_socket, [json.dumps(request).encode()], fds)
+            socket.send_fds(self._request_socket, [message], fds)
         except OSError:  # the fork server is dead
             return False
         return True
@@ -67,8 +79,8 @@ def is_forkable(command: Sequence[str], modules: Sequence[str]) -> bool:
 
 
 def get_import_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that libraries may read when they are imported: all but Ramify's own."""
-    return {name: value for name, value in env.items() if not name.startswith(POST_FORK_PREFIX)}
+    """Return the variables that libraries may read when they are imported."""
+    return {name: value for name, value in env.items() if not name.startswith(POST_FORK_PREFIXES)}
 
 
 @contextlib.contextmanager
@@ -106,7 +118,7 @@ def main(parent_pid: int, modules: Sequence[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children; nobody waits for them here
     with socket.socket(fileno=0) as request_socket:
         while True:
-            data, fds, _, _ = socket.recv_fds(request_socket, MAX_MESSAGE_BYTES, 2)
+            data, fds, _, _ = socket.recv_fds(request_socket, MAX_MESSAGE_BYTES, MAX_FDS)
             if not data:
                 return
             request = json.loads(data)
@@ -119,14 +131,27 @@ def main(parent_pid: int, modules: Sequence[str]) -> None:
     atexit.register(gc.unfreeze)  # libraries may report what is not freed at exit, after the error in the log
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    for number, fd in enumerate((*fds, fds[-1])):  # control socket, output, output
+    control_fd, output_fd, *inherited_fds = fds
+    for number, fd in enumerate((control_fd, output_fd, output_fd)):
         os.dup2(fd, number)
-    for fd in fds:
-        os.close(fd)
+    os.close(control_fd)
+    os.close(output_fd)
+    _run_command([*request["command"], *map(str, inherited_fds)], request)
+
+
+def _run_command(command: Sequence[str], request: Mapping[str, Any]) -> None:
+    """Run the command in this process, under a watcher."""
+    os.environ.clear()
     os.environ.update(request["env"])
-    command, stop_timeout = request["command"], request["stop_timeout"]
-    _set_process_title([*PYTHON_MODULE, "ramify.processes.watcher", str(stop_timeout), *command])
-    fork_under_watcher(stop_timeout=stop_timeout)
+    os.chdir(request["directory"])
+    if not sys.flags.safe_path:
+        sys.path[0] = request["directory"]  # as `python -m` does
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # as in a new process; Python's own generator does so by itself
+    if request["stop_timeout"] is not None:
+        watcher_arguments = ["ramify.processes.watcher", str(request["stop_timeout"])]
+        _set_process_title([*PYTHON_MODULE, *watcher_arguments, *command])
+        fork_under_watcher(stop_timeout=request["stop_timeout"])
     _set_process_title(command)
     _, _, module, *arguments = command
     sys.argv[1:] = arguments

@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 
+from ramify.processes.prefork import start_prefork_server
 from ramify.rollout.envserver import EnvClient, EnvServer
+from ramify.rollout.envserver.worker_process import PRELOAD_MODULES
 from tests.support.engine import ScriptedEngine, reply_cba, run_engine
 from tests.support.processes import async_wait_until as wait_until
 from tests.support.tricky_env_server import QUICK, make_config
@@ -17,12 +19,20 @@ def engine():
 
 
 @pytest.fixture(scope="package")
-def shared(engine, tmp_path_factory):
+def fork_client():
+    """The client of a fork server that the env servers of these tests share, so that their workers start quickly."""
+    with start_prefork_server(PRELOAD_MODULES, {}) as client:
+        yield client
+
+
+@pytest.fixture(scope="package")
+def shared(engine, fork_client, tmp_path_factory):
     """(runner, server, client) with two ready workers."""
     with asyncio.Runner() as runner:
 
         async def start():
-            server = await EnvServer(make_config(engine.url, tmp_path_factory.mktemp("shared"))).start()
+            config = make_config(engine.url, tmp_path_factory.mktemp("shared"))
+            server = await EnvServer(config, prefork_client=fork_client).start()
             client = await EnvClient(server.address, settings=QUICK).start()
             await wait_until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
             return server, client

@@ -17,13 +17,16 @@ pytestmark = pytest.mark.process
 TIMEOUT = 60.0
 
 
-async def test_rollouts_in_flight_and_new_workers_use_new_addresses(tmp_path, monkeypatch):
+async def test_rollouts_in_flight_and_new_workers_use_new_addresses(fork_client, tmp_path, monkeypatch):
     monkeypatch.setenv("RAMIFY_MODEL_JUDGE", "http://old judge-7b")
     pool = {"type": "static", "workers": 1}
 
     async def main(old, new, stop_old) -> None:
         config = make_config(old.url, tmp_path, pool=pool)
-        async with EnvServer(config) as server, EnvClient(server.address, settings=QUICK) as client:
+        async with (
+            EnvServer(config, prefork_client=fork_client) as server,
+            EnvClient(server.address, settings=QUICK) as client,
+        ):
 
             async def run(number: int, **options) -> None:
                 result = await client.run(task(number, **options), id=f"r{number}", seed=1, timeout=TIMEOUT)
@@ -54,9 +57,10 @@ async def test_rollouts_in_flight_and_new_workers_use_new_addresses(tmp_path, mo
 
 
 @pytest.mark.parametrize("waits_for_process", [True, False])
-async def test_worker_that_boots_does_not_wait_for_servers_that_are_gone(tmp_path, waits_for_process):
+async def test_worker_that_boots_does_not_wait_for_servers_that_are_gone(fork_client, tmp_path, waits_for_process):
     with run_engine(ScriptedEngine(reply_cba)) as new:
-        server = EnvServer(make_config("http://127.0.0.1:9", tmp_path, pool={"type": "static", "workers": 1}))
+        config = make_config("http://127.0.0.1:9", tmp_path, pool={"type": "static", "workers": 1})
+        server = EnvServer(config, prefork_client=fork_client)
         starting = asyncio.create_task(server.start())
         await wait_until(lambda: "pool" in vars(server) and bool(server.pool.workers), "a worker")
         (first,) = server.pool.workers.values()

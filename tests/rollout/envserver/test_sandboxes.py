@@ -53,7 +53,7 @@ def list_mounts(tmp_path: Path) -> set[str]:
     return {line for line in lines if session not in line or str(tmp_path) in line}
 
 
-async def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path, capsys):
+async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_client, tmp_path, capsys):
     rng = random.Random(5)
     nap = f"97{rng.random()}"
     mounts_before = list_mounts(tmp_path)
@@ -83,7 +83,10 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, tmp_path,
 
     async def main():
         config = make_config(engine.url, tmp_path, runtime={"id": "sandbox", "num_prepared": 2}, max_tries=3)
-        async with EnvServer(config) as server, EnvClient(server.address, settings=QUICK) as client:
+        async with (
+            EnvServer(config, prefork_client=fork_client) as server,
+            EnvClient(server.address, settings=QUICK) as client,
+        ):
             await wait_until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
             slots = asyncio.Semaphore(CONCURRENCY)
             await asyncio.gather(*(run_one(server, client, number, slots) for number in range(NUM_ROLLOUTS)))

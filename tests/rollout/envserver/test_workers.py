@@ -165,7 +165,7 @@ def test_rollouts_with_failures_are_each_answered_once(shared):
     assert answers["RequestCancelled"] > 0
 
 
-def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engine, tmp_path):
+def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engine, fork_client, tmp_path):
     runner, server, client = shared
     gate = tmp_path / "gate"
 
@@ -178,7 +178,10 @@ def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engin
             pool={"type": "static", "workers": 2},
             name="hung",
         )
-        async with EnvServer(config) as hung_server, EnvClient(hung_server.address, settings=QUICK) as client:
+        async with (
+            EnvServer(config, prefork_client=fork_client) as hung_server,
+            EnvClient(hung_server.address, settings=QUICK) as client,
+        ):
             others = [asyncio.create_task(client.run(task(n, gate=str(gate)), id=f"i{n}")) for n in range(4)]
             await wait_until(lambda: count_at_gate(gate) >= 4, "four rollouts in flight")
             sender = asyncio.create_task(client.run(task(8, does="send"), id="agent", timeout=DEADLINE))
@@ -210,10 +213,10 @@ def test_blocked_event_loop_is_a_hang_and_a_blocking_reward_is_not(shared, engin
         ("die while reporting", 1, "ended with exit code 7 while it booted"),
     ],
 )
-async def test_boot_failures_are_reported_and_bounded(engine, tmp_path, boot, num_tries, message):
+async def test_boot_failures_are_reported_and_bounded(engine, fork_client, tmp_path, boot, num_tries, message):
     pool = {"type": "static", "workers": 1}
     config = make_config(engine.url, tmp_path, taskset={"boot": boot}, max_startup_failures=num_tries, pool=pool)
-    server = EnvServer(config)
+    server = EnvServer(config, prefork_client=fork_client)
     with pytest.raises(ProcessDied, match=message):
         await asyncio.wait_for(server.start(), DEADLINE)
     assert server.pool.counts["boot_failures"] == num_tries and not server.pool.workers
@@ -228,12 +231,15 @@ async def test_worker_boots_from_a_process_with_many_open_files(engine, tmp_path
             assert server.pool.counts["booted"] == 1
 
 
-async def test_elastic_pool_scales_with_the_load(engine, tmp_path):
+async def test_elastic_pool_scales_with_the_load(engine, fork_client, tmp_path):
     gate = tmp_path / "gate"
     pool = {"type": "elastic", "min_workers": 1, "max_workers": 2, "multiplex": 4, "idle_timeout": 0.5}
 
     config = make_config(engine.url, tmp_path, pool=pool)
-    async with EnvServer(config) as server, EnvClient(server.address, settings=QUICK) as client:
+    async with (
+        EnvServer(config, prefork_client=fork_client) as server,
+        EnvClient(server.address, settings=QUICK) as client,
+    ):
         assert len(server.pool.workers) == 1
         rollouts = [asyncio.create_task(client.run(task(n, gate=str(gate)), id=f"e{n}")) for n in range(12)]
         await wait_until(lambda: count_at_gate(gate) == 8, "two full workers")

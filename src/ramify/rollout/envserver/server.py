@@ -16,6 +16,7 @@ from typing import Any, Self
 import msgspec
 
 from ramify.core.errors import AgentFailed, EnvironmentChanged, PeerLost, ProcessDied, RamifyError, RequestCancelled
+from ramify.processes.prefork import PreforkClient
 from ramify.processes.wire import IncomingRequest, LoopMonitor, WireMessage, WireServer
 from ramify.processes.wire.lifecycle import AsyncService
 from ramify.rollout.envserver.config import EnvServerConfig
@@ -45,10 +46,12 @@ class EnvServer(AsyncService):
     """Serves one source. Use `start` and `close`, or `async with`.
 
     `counts` are the requests by method, `failures` the failed ones by error; `pool` and `log` exist after `start`.
+    Several servers in one process can fork their workers from one fork server, with its client `prefork_client`.
     """
 
-    def __init__(self, config: EnvServerConfig) -> None:
+    def __init__(self, config: EnvServerConfig, *, prefork_client: PreforkClient | None = None) -> None:
         self.config, self.selected = config, config.select_source()
+        self._prefork_client = prefork_client
         handlers = {
             "info": self._handle_info,
             "tasks": self._forward,
@@ -95,7 +98,7 @@ class EnvServer(AsyncService):
         self._loop_monitor = LoopMonitor()
         self.log = EnvServerLog(self.log_path)
         self.log.log_event("serving", source=self.selected.key, pool=self.selected.config.pool)
-        self.pool = WorkerPool(self.config, self.selected, self.log, self._loop_monitor)
+        self.pool = WorkerPool(self.config, self.selected, self.log, self._loop_monitor, self._prefork_client)
         self._server.loop_monitor = self._loop_monitor
         try:
             await self._server.start()

@@ -2,10 +2,10 @@
 
     broker ==control socket==> watcher ---> worker ---> shells, servers, whatever agents start
 
-The order matters: fork the watcher first, while the process is small; then load the environment; then report the
-address. When the worker or the broker ends, the watcher kills everything that the worker started and removes its
-temporary directory. All output, of the worker, of hooks or of programs they start, goes to the pipe that the broker
-passed as standard output and error.
+The order matters: fork the watcher first, while the process is small or shares its memory with the fork server (see
+`processes.prefork`); then load the environment; then report the address. When the worker or the broker ends, the
+watcher kills everything that the worker started and removes its temporary directory. All output, of the worker, of
+hooks or of programs they start, goes to the pipe that the broker passed as standard output and error.
 """
 
 import contextlib

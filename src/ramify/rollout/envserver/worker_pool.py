@@ -20,11 +20,12 @@ from typing import Any
 from ramify.core.errors import EnvironmentChanged, PeerLost, ProcessDied, RamifyError
 from ramify.env.chat_client import set_model_address
 from ramify.processes.interpreter import find_other_interpreter
+from ramify.processes.prefork import PreforkClient, start_prefork_server
 from ramify.processes.wire import LoopMonitor, WireMessage, WireSettings
 from ramify.rollout.envserver.config import ElasticPoolConfig, EnvServerConfig, SelectedSource
 from ramify.rollout.envserver.log import EnvServerLog
 from ramify.rollout.envserver.messages import AddressUpdate, EnvServerInfo, ScalingDecision, WorkerLoss, WorkerSpec
-from ramify.rollout.envserver.worker_process import WorkerProcess, WorkerState
+from ramify.rollout.envserver.worker_process import PRELOAD_MODULES, WorkerProcess, WorkerState
 
 MAX_HISTORY = 256  # recorded losses and decisions
 INITIAL_BACKOFF = 0.5  # seconds before the next start after a failed boot, doubled for each further one
@@ -36,15 +37,22 @@ class WorkerPool:
 
     `workers` are those that exist now, by id; `losses` and `decisions` the most recent ones; `info` describes the
     environment as the first ready worker reported it; `worst_lag` is the longest pause of each worker's event loop.
+    Workers are forked by `prefork_client` or, without one, by a fork server of the pool, if it may have several.
     """
 
     def __init__(
-        self, config: EnvServerConfig, selected: SelectedSource, log: EnvServerLog, loop_monitor: LoopMonitor
+        self,
+        config: EnvServerConfig,
+        selected: SelectedSource,
+        log: EnvServerLog,
+        loop_monitor: LoopMonitor,
+        prefork_client: PreforkClient | None = None,
     ) -> None:
         self.config, self.log = config, log
         self._pool_config, self._loop_monitor = selected.config.pool, loop_monitor
         self._source_config = selected.config.source_config.model_dump(mode="json")
         self._python: Path | None = None  # the interpreter of the workers, if it is not this one
+        self._prefork_client, self._fork_server = prefork_client, contextlib.ExitStack()
         self._keeps_sandboxes = bool(selected.config.runtime.get("keep_workdir"))
         self.workers: dict[str, WorkerProcess] = {}
         self.losses: deque[WorkerLoss] = deque(maxlen=MAX_HISTORY)
@@ -73,6 +81,11 @@ class WorkerPool:
         """Start workers and return when the first is ready. Raises the boot error if there is none."""
         self._temp_root = Path(tempfile.mkdtemp(prefix="ramify-env-"))  # of all workers
         self._python = await asyncio.to_thread(find_other_interpreter, self._source_config["python"])
+        pool = self._pool_config
+        max_workers = pool.worker_limit if isinstance(pool, ElasticPoolConfig) else pool.workers
+        if self._prefork_client is None and self._python is None and max_workers > 1:
+            with contextlib.suppress(OSError):  # workers are then started directly, which has a named failure
+                self._prefork_client = self._fork_server.enter_context(start_prefork_server(PRELOAD_MODULES, {}))
         self._scale_up("start")
         self._create_task(self._monitor_loop())
         await self._first_boot_done.wait()
@@ -89,6 +102,7 @@ class WorkerPool:
         await asyncio.gather(*(worker.stop() for worker in list(self.workers.values())))
         if self._tasks:
             await asyncio.wait(self._tasks)
+        self._fork_server.close()
         shutil.rmtree(self._temp_root, ignore_errors=True)
 
     # -- assignment of attempts ----------------------------------------------------------------------------------------
@@ -194,7 +208,13 @@ class WorkerPool:
         for _ in range(target - before):
             id = f"w{next(self._ids)}"
             worker = WorkerProcess(
-                id, self._temp_root, self.log, self._loop_monitor, self._on_worker_lost, self._python
+                id,
+                self._temp_root,
+                self.log,
+                self._loop_monitor,
+                self._on_worker_lost,
+                self._python,
+                self._prefork_client,
             )
             self.workers[worker.id] = worker
             self._create_task(self._boot_worker(worker))

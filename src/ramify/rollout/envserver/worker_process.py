@@ -12,10 +12,10 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import psutil
@@ -25,11 +25,18 @@ from ramify.core.errors import DeadlineExceeded, ProcessDied, RamifyError
 from ramify.infer.gateway.config import REQUEST_TASK_PREFIX
 from ramify.processes.child import ChildProcess
 from ramify.processes.exit_codes import describe_exit
+from ramify.processes.prefork import PreforkClient
 from ramify.processes.wire import LoopMonitor, WireClient, WireMessage, WireSettings
 from ramify.rollout.envserver.log import EnvServerLog, WorkerOutput
 from ramify.rollout.envserver.messages import EnvServerInfo, WorkerHealth, WorkerReady, WorkerSpec
 
 STOP_TIMEOUT = 5.0  # seconds for a worker to exit by itself
+PRELOAD_MODULES = (  # what every worker imports sooner or later, all but its environment
+    "ramify.rollout.envserver.env_worker",
+    "ramify.model.render.template_renderer",
+    "aiohttp",
+    "tokenizers",
+)
 MIB = 1 << 20
 
 
@@ -49,6 +56,8 @@ LIVE_STATES = (WorkerState.BOOTING, WorkerState.READY, WorkerState.RETIRING)
 class WorkerProcess:
     """One worker process. `on_lost` is called once, when the worker is lost; `python` is the interpreter that runs it.
 
+    With a `prefork_client`, and without `python`, it is forked from a fork server.
+
     `load` is the number of attempts that run on it, `info` the description it reported when it became ready.
     """
 
@@ -60,6 +69,7 @@ class WorkerProcess:
         loop_monitor: LoopMonitor,
         on_lost: Callable[["WorkerProcess"], None],
         python: Path | None = None,
+        prefork_client: PreforkClient | None = None,
     ) -> None:
         self.id, self.state, self.load = id, WorkerState.BOOTING, 0
         self.pid = 0
@@ -77,6 +87,7 @@ class WorkerProcess:
         self._secret = secrets.token_hex(16)
         self._temp_root, self._log, self._loop_monitor, self._on_lost = temp_root, log, loop_monitor, on_lost
         self._python = python or sys.executable
+        self._prefork_client = prefork_client
         self._child: ChildProcess | None = None
         self._client: WireClient | None = None
         self._output: WorkerOutput | None = None
@@ -138,16 +149,25 @@ class WorkerProcess:
             spec_file = inherited.enter_context(os.fdopen(os.memfd_create("worker spec"), "w+b", 0))
             spec_file.write(spec)
             spec_file.seek(0)
-            fds = (report_fd, spec_file.fileno())
-            command = (str(self._python), "-m", "ramify.rollout.envserver.worker_main", str(temp_dir), *map(str, fds))
+            command = (str(self._python), "-m", "ramify.rollout.envserver.worker_main", str(temp_dir))
             # The watcher of the worker kills it at once; then it cleans up.
             self._child = ChildProcess(command, env=env, stop_timeout=2 * STOP_TIMEOUT)
-            await self._child.start(output_fd, pass_fds=fds, command_forks_watcher=True)
+            await self._start_child(self._child, output_fd, (report_fd, spec_file.fileno()))
             inherited.close()
             self._exit_task = asyncio.create_task(self._wait_for_exit(self._child), name=f"exit of {self.id}")
             if self.is_boot_aborted:
                 self._kill_and_fail_requests()
             return self._exit_task, await _read_pipe(report)
+
+    async def _start_child(self, child: ChildProcess, output_fd: int, fds: Sequence[int]) -> None:
+        """Fork the process from the fork server if that is possible; start it directly if not."""
+        options: Mapping[str, Any] = {"pass_fds": fds, "command_forks_watcher": True}
+        client = self._prefork_client
+        if client is not None and await child.start_preforked(client, PRELOAD_MODULES, output_fd, **options):
+            return
+        if self.is_boot_aborted:
+            raise self._boot_error("was stopped")
+        await child.start(output_fd, **options)
 
     def _boot_error(self, exit_description: str) -> ProcessDied:
         tail = "\n".join(self._output.tail if self._output is not None else ())
