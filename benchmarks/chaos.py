@@ -69,7 +69,7 @@ seq_len = 256
 batch_size = 32
 group_size = 8
 max_staleness = 2
-patience = "None"  # the task is solved before the last fault, and most groups earn equal rewards from then on
+max_untrainable_groups = "None"  # the task is solved before the last fault: most groups then earn equal rewards
 
 [checkpoint]
 interval = 2

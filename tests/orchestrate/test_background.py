@@ -2,8 +2,8 @@
 
 import pytest
 
-from ramify.orchestrate.patience import PatienceCounter
 from ramify.orchestrate.status import describe_recent_drops
+from ramify.orchestrate.untrainable_groups import UntrainableGroupCounter
 from ramify.run.store.group_state import DropReason
 from ramify.run.store.ledger import GroupRecord
 
@@ -22,14 +22,14 @@ async def test_state_describes_only_recently_dropped_groups(ledger, limit, text)
 
 @pytest.mark.parametrize(("reason", "has_advice"), [(DropReason.FILTERED, True), (DropReason.UNSCORED, False)])
 async def test_partial_credit_is_advised_only_for_groups_without_advantage(ledger, reason, has_advice):
-    patience = PatienceCounter()
+    counter = UntrainableGroupCounter()
     await ledger.declare_source("reverse", 100)
-    patience.restore(ledger, 2)
+    counter.restore(ledger, 2)
     for number in range(2):
         await ledger.issue_groups([GroupRecord(number, "reverse", number, 1)])
         await ledger.drop_group(number, reason, "zero_advantage" if has_advice else "ProviderError: no answer")
-        patience.record_dropped(reason)
-    report = await patience.report(ledger)
+        counter.record_dropped(reason)
+    report = await counter.report(ledger)
     assert ("partial credit" in report) == has_advice
     assert ("ProviderError: no answer" in report) != has_advice
     assert 'orchestrator.on_no_signal = "warn" continues the run' in report

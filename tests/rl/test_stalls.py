@@ -25,7 +25,7 @@ from ramify.core.errors import (
 )
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.orchestrator import Orchestrator
-from ramify.orchestrate.patience import PatienceSettings
+from ramify.orchestrate.untrainable_groups import NoSignalSettings
 from ramify.rollout.envserver import EnvServer, EnvServerConfig
 from ramify.run.reader import ask_orchestrator
 from ramify.run.state import OrchestratorState
@@ -42,7 +42,7 @@ from tests.support.source_lines import line_number
 pytestmark = pytest.mark.run
 
 STALL = 3.0  # seconds without progress, in which a few groups are sampled also on a busy machine
-ORCHESTRATOR = {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, "patience": None}
+ORCHESTRATOR = {"batch_size": 4, "group_size": 2, "stall_timeout": STALL, "max_untrainable_groups": None}
 REPLY_DELAY = 0.1  # seconds, so that a run that samples until it stalls does not keep a core busy
 TEST_TIMEOUT = 60.0  # seconds after which a stall was not detected
 
@@ -165,7 +165,7 @@ def test_groups_without_training_signal_are_shown_early_and_warned_about_again_a
         stage.run(
             "nothing",
             reply_delay=REPLY_DELAY,
-            orchestrator={"patience": 2, "on_no_signal": "warn"},
+            orchestrator={"max_untrainable_groups": 2, "on_no_signal": "warn"},
             on_status_address=lambda address: polls.append(asyncio.create_task(poll(address))),
         )
     assert "orchestrator waits for a trainer (no trainer has connected)" in stalled.value.message
@@ -183,11 +183,13 @@ def test_equal_rewards_end_the_run_after_a_warning_with_a_description_of_the_gro
     with pytest.raises(RunStalled) as ended:
         stage.run(
             "equal",
-            orchestrator={"patience": 12, "stall_timeout": TEST_TIMEOUT, "max_concurrency": 2},
-            patience_settings=PatienceSettings(warning_groups=3),
+            orchestrator={"max_untrainable_groups": 12, "stall_timeout": TEST_TIMEOUT, "max_concurrency": 2},
+            no_signal_settings=NoSignalSettings(warning_groups=3),
         )
     first, source, reasons, reply, _ = ended.value.message.split("\n")
-    count = re.fullmatch(r"none of the last (\d+) groups can be trained on \(orchestrator.patience is 12\)", first)
+    count = re.fullmatch(
+        r"none of the last (\d+) groups can be trained on \(orchestrator.max_untrainable_groups is 12\)", first
+    )
     assert count and int(count[1]) >= 12
     pattern = r"  plain: (\d+) groups, (\d+) rollouts, reward mean 1, min 1, max 1"
     match = re.fullmatch(pattern, source)
@@ -199,16 +201,19 @@ def test_equal_rewards_end_the_run_after_a_warning_with_a_description_of_the_gro
     with RunStore.open(stage.home / "equal", write=False) as store:
         (warning,) = [event.fields for event in RunLog(store).events("failure")]
     assert warning["name"] == "RunStalled"
-    pattern = r"warning: none of the last \d groups can be trained on \(orchestrator.patience is 12\)"
+    pattern = r"warning: none of the last \d groups can be trained on \(orchestrator.max_untrainable_groups is 12\)"
     assert re.fullmatch(pattern, warning["message"].partition("\n")[0])
 
 
-def test_patience_count_survives_a_restart_until_it_is_reported(stage):
+def test_count_of_untrainable_groups_survives_a_restart_until_it_is_reported(stage):
     with pytest.raises(RunStalled, match=r"dropped groups: 8 × filtered"):  # for the count, this is like a kill
-        stage.run("again", curriculum={"type": "shuffle", "epochs": 1}, orchestrator={"patience": 10})
+        stage.run("again", curriculum={"type": "shuffle", "epochs": 1}, orchestrator={"max_untrainable_groups": 10})
     for more in range(2):
         with pytest.raises(RunStalled) as ended:
-            stage.run("again", orchestrator={"patience": 10, "stall_timeout": TEST_TIMEOUT, "max_concurrency": 1})
+            stage.run(
+                "again",
+                orchestrator={"max_untrainable_groups": 10, "stall_timeout": TEST_TIMEOUT, "max_concurrency": 1},
+            )
         match = re.search(r"the last (\d+) groups", ended.value.message)
         assert match
         count = int(match[1])
@@ -240,7 +245,7 @@ def test_environments_and_agents_that_always_fail(stage, capsys, gate, failure, 
         stage.run(
             gate,
             orchestrator={"stall_timeout": TEST_TIMEOUT},
-            patience_settings=PatienceSettings(max_fruitless_attempts=6),
+            no_signal_settings=NoSignalSettings(max_fruitless_attempts=6),
         )
     count = re.match(rf"plain: all (\d+) attempts {end}; last error: {re.escape(problem)}", ended.value.message)
     assert count
@@ -267,7 +272,7 @@ def test_tasks_run_out_before_the_first_batch_and_single_errors_do_not_end_the_r
         stage.run(
             "epoch",
             curriculum={"type": "shuffle", "epochs": 2},
-            patience_settings=PatienceSettings(max_fruitless_attempts=1),
+            no_signal_settings=NoSignalSettings(max_fruitless_attempts=1),
         )
 
 

@@ -18,10 +18,10 @@ from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.components import ConcurrencyLimiter, RunComponents
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore
-from ramify.orchestrate.patience import has_trainable_group
 from ramify.orchestrate.progress import RunProgress, UtilizationMeter
 from ramify.orchestrate.status import build_state, list_waits
 from ramify.orchestrate.trainer_service import TrainerService
+from ramify.orchestrate.untrainable_groups import has_trainable_group
 from ramify.rollout.evals.stats import format_score
 from ramify.run.state import OrchestratorState
 from ramify.run.store.ledger import BatchRecord
@@ -87,11 +87,11 @@ async def write_states(run: RunComponents) -> None:
         await asyncio.sleep(STATE_INTERVAL)
 
 
-async def watch_patience(core: OrchestratorCore, progress: RunProgress, *, ends_run: bool) -> None:
-    """Raise RunStalled, or record it as a failure, after `patience` groups without a trainable one."""
+async def watch_untrainable_groups(core: OrchestratorCore, progress: RunProgress, *, ends_run: bool) -> None:
+    """Raise RunStalled, or record it as a failure, after `max_untrainable_groups` groups without a trainable one."""
     while not core.admission.is_finished:
-        await core.patience.exceeded.wait()
-        error = RunStalled(await core.patience.report(core.ledger))
+        await core.untrainable_groups.exceeded.wait()
+        error = RunStalled(await core.untrainable_groups.report(core.ledger))
         if core.admission.is_finished:  # groups after the last batch do not matter
             return
         if ends_run:
@@ -102,9 +102,9 @@ async def watch_patience(core: OrchestratorCore, progress: RunProgress, *, ends_
 async def warn_without_signal(core: OrchestratorCore, progress: RunProgress) -> None:
     """Record RunStalled as a failure each time that `warning_groups` groups in a row cannot be trained on."""
     while not core.admission.is_finished:
-        await core.patience.warning_due.wait()
-        core.patience.warning_due.clear()
-        _warn_about_rewards(progress, RunStalled(f"warning: {core.patience.describe(core.ledger)}"))
+        await core.untrainable_groups.warning_due.wait()
+        core.untrainable_groups.warning_due.clear()
+        _warn_about_rewards(progress, RunStalled(f"warning: {core.untrainable_groups.describe(core.ledger)}"))
 
 
 def _warn_about_rewards(progress: RunProgress, error: RunStalled) -> None:
@@ -118,7 +118,7 @@ def _check_fruitless_attempts(run: RunComponents) -> None:
     A source of which a group can be trained on is not broken: its agents may exit with an error if they fail.
     """
     for source, (count, failure) in list(run.progress.fruitless_attempts.items()):
-        if count < run.patience_settings.max_fruitless_attempts or source not in run.dispatcher.sources:
+        if count < run.no_signal_settings.max_fruitless_attempts or source not in run.dispatcher.sources:
             continue
         rollouts = run.store.iter_rollouts(source=source)
         if not has_trainable_group(run.ledger, source) and all(get_agent_failure(row.summary) for row in rollouts):

@@ -29,11 +29,11 @@ from ramify.orchestrate.curriculum import SourceMix, build_curriculum
 from ramify.orchestrate.filters import Filter
 from ramify.orchestrate.normalization import LossNormalization
 from ramify.orchestrate.online_evals import OnlineEvaluator
-from ramify.orchestrate.patience import DEFAULT_PATIENCE, PatienceSettings
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.reference_scores import ReferenceScorer
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.trainer_service import TrainerService
+from ramify.orchestrate.untrainable_groups import DEFAULT_NO_SIGNAL_SETTINGS, NoSignalSettings
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.rollout.evals.stats import format_score
 from ramify.run.fencing.head_log import DirectoryStore
@@ -130,7 +130,7 @@ class RunComponents:
         self,
         config: RunConfig,
         on_metrics: LogMetrics | None = None,
-        patience_settings: PatienceSettings = DEFAULT_PATIENCE,
+        no_signal_settings: NoSignalSettings = DEFAULT_NO_SIGNAL_SETTINGS,
         *,
         report_interval: float = REPORT_INTERVAL,
     ) -> None:
@@ -148,7 +148,7 @@ class RunComponents:
                     f"models.{name}.base_url: the orchestrator does not start an engine; set its address"
                 )
         self.config, self.inference, self._on_metrics = config, config.inference, on_metrics
-        self.patience_settings, self._report_interval = patience_settings, report_interval
+        self.no_signal_settings, self._report_interval = no_signal_settings, report_interval
         self.policy = Path(config.model.name).name
         self.started_at = time.time()
         self.stop_requested = asyncio.Event()
@@ -175,8 +175,8 @@ class RunComponents:
         await self._check_environments(train, evals)
         self.core = await self._open_core(plugins, source_specs, train)
         self.sources = self.connections.sources
-        self.core.patience.warning_groups = self.patience_settings.warning_groups
-        self.core.patience.restore(self.ledger, config.orchestrator.patience)
+        self.core.untrainable_groups.warning_groups = self.no_signal_settings.warning_groups
+        self.core.untrainable_groups.restore(self.ledger, config.orchestrator.max_untrainable_groups)
         self.first_step, self.next_step_to_report = self.core.ledger_progress.committed, self.core.admission.next_step
         max_group_size = max(config.get_group_size(source) for source in config.train)
         max_active = config.orchestrator.admission_limits.slots * max_group_size

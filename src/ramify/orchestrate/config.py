@@ -197,11 +197,11 @@ class OrchestratorConfig(Config):
         {"id": "zero_advantage", "mode": "enforce"},
     ]
     """Filters of rollouts: gibberish, repetition, zero_advantage or plugins, with their keys."""
-    patience: int | None = Field(default=256, ge=1)
-    """Consecutive groups without a trainable one, after which `on_no_signal` applies. None: never. After 32 of
-    them, the run warns."""
+    max_untrainable_groups: int | None = Field(default=256, ge=1)
+    """Groups in a row that cannot be trained on, after which `on_no_signal` applies. None: never. The run warns after
+    32 of them."""
     on_no_signal: Literal["end", "warn"] = "end"
-    """`end` ends the run with `RunStalled`, `warn` reports it and continues."""
+    """After `max_untrainable_groups`: `end` ends the run with `RunStalled`, `warn` reports it and continues."""
     stall_timeout: float = Field(default=1800.0, gt=0)
     """Seconds without progress after which the run fails with `RunStalled`."""
     address: TcpAddress = "tcp://127.0.0.1:0"

@@ -37,9 +37,9 @@ from ramify.orchestrate.group_tracker import (
     QueuedAttempt,
     list_system_failures,
 )
-from ramify.orchestrate.patience import PatienceCounter
 from ramify.orchestrate.reference_scores import NodeScores, decode_scores, encode_scores, uses_top_logprobs
 from ramify.orchestrate.scoring import ScoredGroup, ScoringRules, SourceSpec, build_rollout_id, score_complete_group
+from ramify.orchestrate.untrainable_groups import UntrainableGroupCounter
 from ramify.run.store import RolloutRecord
 from ramify.run.store.group_state import DropReason, GroupState
 from ramify.run.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger, LedgerProgress
@@ -53,7 +53,8 @@ ALGORITHM_STATE_PREFIX = "algorithm/"  # of the ledger keys for the state of eac
 class OrchestratorCore:
     """The decisions of one run. Create it with `open`.
 
-    `ledger_progress` is how far training is, as the ledger has it; `patience` counts groups without a training signal.
+    `ledger_progress` is how far training is, as the ledger has it; `untrainable_groups` counts groups without a
+    training signal.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class OrchestratorCore:
         self.scoring_rules, self.admission = scoring_rules, admission
         self.attempt_queue = AttemptQueue()
         self.ledger_progress = LedgerProgress()
-        self.patience = PatienceCounter()
+        self.untrainable_groups = UntrainableGroupCounter()
         self._algorithm_states: dict[str, dict[str, Any]] = {}  # by source
         self._next_group_number = 0
         self._groups: dict[int, GroupRecord] = {}
@@ -246,7 +247,7 @@ class OrchestratorCore:
                 algorithm_state_before=state_before if scored.state_after is not None else None,
             )
             self.admission.mark_scored(group_number)
-            self.patience.record_trainable()
+            self.untrainable_groups.record_trainable()
             self._scored_groups[group_number] = (scored.batch_group, scored.forest)
             return scored
 
@@ -419,7 +420,7 @@ class OrchestratorCore:
         """Drop a group whose lock is held."""
         await self.ledger.drop_group(group_number, reason, detail, states=states)
         remove_top_logprobs(self.ledger.store.path, group_number)
-        self.patience.record_dropped(reason)
+        self.untrainable_groups.record_dropped(reason)
         self.admission.drop_group(group_number)
         self.attempt_queue.remove_group(group_number)
         self._untrack_group(group_number)

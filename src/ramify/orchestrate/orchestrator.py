@@ -18,7 +18,7 @@ from ramify.orchestrate import background, status
 from ramify.orchestrate.background import ShowSamples
 from ramify.orchestrate.components import LogMetrics, RunComponents
 from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
-from ramify.orchestrate.patience import DEFAULT_PATIENCE, PatienceSettings
+from ramify.orchestrate.untrainable_groups import DEFAULT_NO_SIGNAL_SETTINGS, NoSignalSettings
 from ramify.processes.wire import WireServer
 
 # The traces of groups in flight are many objects that live for seconds. With Python's thresholds, a sixth of the time
@@ -41,9 +41,9 @@ class Orchestrator:
         on_metrics: LogMetrics | None = None,
         on_samples: ShowSamples | None = None,
         on_status_address: Callable[[str], None] | None = None,
-        patience_settings: PatienceSettings = DEFAULT_PATIENCE,
+        no_signal_settings: NoSignalSettings = DEFAULT_NO_SIGNAL_SETTINGS,
     ) -> None:
-        self._run = RunComponents(config, on_metrics, patience_settings)
+        self._run = RunComponents(config, on_metrics, no_signal_settings)
         self._on_samples, self._on_status_address = on_samples, on_status_address
 
     async def run(self) -> int:
@@ -67,7 +67,7 @@ class Orchestrator:
                             "sampling": run.dispatcher.run(),
                             "weights": run.weight_updater.run(),
                             "watchdog": background.watch_for_stalls(run),
-                            "patience": background.watch_patience(
+                            "untrainable groups": background.watch_untrainable_groups(
                                 run.core, run.progress, ends_run=run.config.orchestrator.on_no_signal == "end"
                             ),
                             "warning": background.warn_without_signal(run.core, run.progress),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ramify.run.store.group_state import DropReason, GroupState
 from ramify.run.store.ledger import Ledger
 
-REPORTED_KEY = "patience/reported"  # ledger state: groups with lower numbers were reported already
+REPORTED_KEY = "untrainable_groups/reported"  # ledger state: groups with lower numbers were reported already
 UNCOUNTED_REASONS = (DropReason.CANCELLED, DropReason.RUN_ENDED)  # reasons that say nothing about rewards
 TRAINABLE_STATES = (GroupState.SCORED, GroupState.BATCHED, GroupState.TRAINED)
 MAX_QUOTE_CHARS = 160  # characters of a prompt or a reply in the report
@@ -27,7 +27,7 @@ DROP_REASONS_ADVICE = "no group was dropped for equal rewards: remove the causes
 
 
 @dataclass(frozen=True, slots=True)
-class PatienceSettings:
+class NoSignalSettings:
     """How much fruitless work a run does before it warns or ends."""
 
     warning_groups: int = 32
@@ -36,10 +36,10 @@ class PatienceSettings:
     """Failed attempts of a source after which the run ends, if no attempt of it has succeeded."""
 
 
-DEFAULT_PATIENCE = PatienceSettings()
+DEFAULT_NO_SIGNAL_SETTINGS = NoSignalSettings()
 
 
-class PatienceCounter:
+class UntrainableGroupCounter:
     """The number of groups dropped since the last trainable one.
 
     `exceeded` is set while `num_dropped` is at least `limit`. `warning_due` is set when `num_dropped` reaches
@@ -48,7 +48,7 @@ class PatienceCounter:
 
     def __init__(self) -> None:
         self.limit: int | None = None
-        self.warning_groups = DEFAULT_PATIENCE.warning_groups
+        self.warning_groups = DEFAULT_NO_SIGNAL_SETTINGS.warning_groups
         self.num_dropped = 0
         self.exceeded, self.warning_due = asyncio.Event(), asyncio.Event()
 
@@ -116,7 +116,9 @@ def _describe_dropped_groups(ledger: Ledger, num_dropped: int, limit: int | None
             WHERE number IN ({counted_groups}) GROUP BY groups.source ORDER BY groups.source""",
         values,
     )
-    lines = [f"none of the last {num_dropped} groups can be trained on (orchestrator.patience is {limit})"]
+    lines = [
+        f"none of the last {num_dropped} groups can be trained on (orchestrator.max_untrainable_groups is {limit})"
+    ]
     for source, num_groups, num_rollouts, mean, minimum, maximum, _ in rows:
         rewards = f"reward mean {mean:.4g}, min {minimum:.4g}, max {maximum:.4g}" if num_rollouts else "no reward"
         lines.append(f"  {source}: {num_groups} groups, {num_rollouts} rollouts, {rewards}")
