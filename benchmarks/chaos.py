@@ -100,7 +100,7 @@ name = "agents"
 taskset = {{ id = "reverse-text", num_tasks = 64 }}
 sampling = {{ max_tokens = 40 }}
 max_turns = 1
-ratio = 0.34
+weight = 0.34
 
 [train.harness]
 id = "program"

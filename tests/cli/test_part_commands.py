@@ -47,7 +47,7 @@ pool = { type = "static", workers = 3 }
 name = "two"
 taskset = { id = "reverse-text", seed = 1 }
 endpoint = { base_url = "http://127.0.0.1:9", model = "other" }
-ratio = 3
+weight = 3
 
 [[eval]]
 name = "one"

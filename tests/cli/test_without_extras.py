@@ -101,7 +101,7 @@ def test_help_begins_with_what_people_set_and_is_short(ended):
 def test_help_of_a_section_has_the_keys_of_the_sources(ended):
     shown = ended["rl --help train"][1] + ended["rl --help all"][1]
     assert all(
-        text in shown for text in ("--train.0.ratio NUMBER", "--eval.0.num_tasks INT", "--inference.python TEXT")
+        text in shown for text in ("--train.0.weight NUMBER", "--eval.0.num_tasks INT", "--inference.python TEXT")
     )
 
 

@@ -92,7 +92,7 @@ def test_plan_counts_the_groups_and_rollouts_of_a_step(tmp_path):
     orchestrator = {"batch_size": 128, "group_size": 4}
     lines = format_lines(plan_here(config(tmp_path, orchestrator=orchestrator)))
     assert lines[1] == "step: 32 groups, about 128 rollouts (reverse: groups of 4)"
-    train = [{**TRAIN, "group_size": 1, "ratio": 3}, {**TRAIN, "name": "other"}]
+    train = [{**TRAIN, "group_size": 1, "weight": 3}, {**TRAIN, "name": "other"}]
     lines = format_lines(plan_here(config(tmp_path, orchestrator=orchestrator, train=train)))
     assert lines[1] == "step: 32 groups, about 56 rollouts (reverse: groups of 1, other: groups of 4)"
 

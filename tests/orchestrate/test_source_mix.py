@@ -1,4 +1,4 @@
-"""Sources keep their ratios, and a resumed run makes the choices it would have made."""
+"""Sources keep their weights, and a resumed run makes the choices it would have made."""
 
 import msgspec
 import pytest

@@ -143,8 +143,8 @@ def describe_step_size(config: RunConfig) -> str:
     The number of groups depends on `orchestrator.group_size`; a source may have groups of another size.
     """
     num_groups = config.orchestrator.admission_limits.groups_per_batch
-    total_ratio = sum(source.ratio for source in config.train)
-    mean_size = sum(source.ratio * config.get_group_size(source) for source in config.train) / total_ratio
+    total_weight = sum(source.weight for source in config.train)
+    mean_size = sum(source.weight * config.get_group_size(source) for source in config.train) / total_weight
     sizes = ", ".join(f"{source.source_name}: groups of {config.get_group_size(source)}" for source in config.train)
     return f"step: {format_count(num_groups, 'group')}, about {num_groups * mean_size:.0f} rollouts ({sizes})"
 

@@ -75,7 +75,7 @@ def build_source_mix(config: RunConfig, task_counts: dict[str, int | None]) -> S
         name: build_curriculum(source.curriculum, task_counts[name], f"{config.seed}:{name}")
         for name, source in sources.items()
     }
-    return SourceMix({name: source.ratio for name, source in sources.items()}, curricula)
+    return SourceMix({name: source.weight for name, source in sources.items()}, curricula)
 
 
 LOW_KV_USAGE, HIGH_KV_USAGE = 0.8, 0.95  # fractions of the KV cache in use

@@ -62,8 +62,8 @@ class TrainSourceConfig(ServedSourceConfig):
 
     endpoint: EndpointConfig | None = None
     """Model server of its agents. Default: the run's inference."""
-    ratio: float = Field(default=1.0, gt=0)
-    """Share of the groups, relative to the ratios of the other sources."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the groups, relative to the weights of the other sources."""
     group_size: int | None = Field(default=None, ge=1)
     """Attempts per group. Default: `orchestrator.group_size`. The groups per step stay the same, so the rollouts per
     step change with it."""

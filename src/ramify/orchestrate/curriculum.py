@@ -205,20 +205,20 @@ class TaskChoice(NamedTuple):
 
 
 class SourceMix:
-    """The train sources, each with a ratio and a curriculum. The source that is furthest behind its share is next.
+    """The train sources, each with a weight and a curriculum. The source that is furthest behind its share is next.
 
-    So a ratio of 3 to 1 holds over four groups as over four thousand, and a resumed run makes the same choices.
+    So weights of 3 and 1 hold over four groups as over four thousand, and a resumed run makes the same choices.
     """
 
-    def __init__(self, ratios: Mapping[str, float], curricula: Mapping[str, Curriculum]) -> None:
-        self._ratios, self._curricula = dict(ratios), dict(curricula)
-        self._issued_counts = dict.fromkeys(ratios, 0)
+    def __init__(self, weights: Mapping[str, float], curricula: Mapping[str, Curriculum]) -> None:
+        self._weights, self._curricula = dict(weights), dict(curricula)
+        self._issued_counts = dict.fromkeys(weights, 0)
         self._exhausted: set[str] = set()
 
     def next_task(self) -> TaskChoice | None:
         """Return the next task; None if all sources are exhausted."""
-        while names := [name for name in self._ratios if name not in self._exhausted]:
-            name = min(names, key=lambda name: (self._issued_counts[name] + 0.5) / self._ratios[name])
+        while names := [name for name in self._weights if name not in self._exhausted]:
+            name = min(names, key=lambda name: (self._issued_counts[name] + 0.5) / self._weights[name])
             pick = self._curricula[name].next_task()
             if pick is None:
                 self._exhausted.add(name)
