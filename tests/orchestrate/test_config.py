@@ -157,8 +157,8 @@ REFUSED = {
     "train.0.split": (["--train.0.split", "eval"], "did you mean --train.0.taskset.split?"),
     "eval.0.split": (["--eval.0.split", "eval"], "did you mean --eval.0.taskset.split?"),
     "train.0.curriculum.epochs": (
-        ["--train.0.curriculum.type", "pools", "--train.0.curriculum.epochs", "2"],
-        "train.0.curriculum with type = 'pools' has",
+        ["--train.0.curriculum.type", "difficulty", "--train.0.curriculum.epochs", "2"],
+        "train.0.curriculum with type = 'difficulty' has",
     ),
     "eval.0": (
         ["--eval.0.endpoint.base_url", "http://h:1", "--eval.0.hold_weights", "true"],

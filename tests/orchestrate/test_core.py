@@ -21,8 +21,8 @@ from ramify.orchestrate.batches import rebuild_forests
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.curriculum import (
     Curriculum,
-    PoolsConfig,
-    PoolsCurriculum,
+    DifficultyConfig,
+    DifficultyCurriculum,
     ShuffleConfig,
     ShuffleCurriculum,
     SourceMix,
@@ -377,7 +377,7 @@ async def test_run_may_resume_with_a_curriculum_that_has_epochs(ledger):
             for group in await core.issue_groups():
                 await core.drop_group(group.number, DropReason.CANCELLED)
 
-    await issue(PoolsCurriculum(PoolsConfig(), 3, "0"), None)
+    await issue(DifficultyCurriculum(DifficultyConfig(), 3, "0"), None)
     await issue(ShuffleCurriculum(ShuffleConfig(), 3, "0"), 3)
     assert ledger.num_issued() == 16
     assert audit(ledger) == []

@@ -8,7 +8,7 @@ import pytest
 from ramify.env import plugin
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.core import OrchestratorCore
-from ramify.orchestrate.curriculum import PoolsConfig, PoolsCurriculum, SourceMix
+from ramify.orchestrate.curriculum import DifficultyConfig, DifficultyCurriculum, SourceMix
 from ramify.orchestrate.group_tracker import GroupProgress
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.scoring import ScoringRules, SourceSpec
@@ -23,7 +23,7 @@ TYPICAL = [-0.5, -0.5]
 
 
 async def open_core(ledger: Ledger, algorithm: dict) -> OrchestratorCore:
-    mix = SourceMix({"it": 1.0}, {"it": PoolsCurriculum(PoolsConfig(), 4, "0")})
+    mix = SourceMix({"it": 1.0}, {"it": DifficultyCurriculum(DifficultyConfig(), 4, "0")})
     sources = {"it": SourceSpec(name="it", algorithm=plugin.build_plugin("algorithm", algorithm), group_size=2)}
     return await OrchestratorCore.open(
         ledger, mix, sources, ScoringRules(1000, seq_len=64), AdmissionLimits.from_max_staleness(1, 2), 4

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate.curriculum import (
-    PoolsConfig,
-    PoolsCurriculum,
+    DifficultyConfig,
+    DifficultyCurriculum,
     ShuffleConfig,
     ShuffleCurriculum,
     SourceMix,
@@ -82,8 +82,8 @@ def test_exhausted_source_is_skipped():
 @given(st.integers(0, 30))
 def test_mix_resumes_at_its_position(before):
     def make():
-        pools = PoolsCurriculum(PoolsConfig(recent_groups=2), 6, "7")
-        return SourceMix({"a": 2, "b": 1, "p": 1}, {"a": shuffle(4), "b": shuffle(3), "p": pools})
+        curriculum = DifficultyCurriculum(DifficultyConfig(recent_groups=2), 6, "7")
+        return SourceMix({"a": 2, "b": 1, "p": 1}, {"a": shuffle(4), "b": shuffle(3), "p": curriculum})
 
     first, resumed, states = make(), make(), {}
     for number in range(before):
@@ -99,38 +99,38 @@ def test_mix_resumes_at_its_position(before):
         )
 
 
-def test_pools_draw_tasks_by_recent_rewards():
-    pools = PoolsCurriculum(PoolsConfig(easy_fraction=0.1, hard_fraction=0.2, recent_groups=2), 30, "3")
+def test_difficulty_curriculum_draws_tasks_by_recent_rewards():
+    curriculum = DifficultyCurriculum(DifficultyConfig(easy_fraction=0.1, hard_fraction=0.2, recent_groups=2), 30, "3")
     for task in range(10):
-        pools.record_reward(task, 1.0)
-        pools.record_reward(10 + task, 0.0)
-        pools.record_reward(20 + task, 0.5)
-    drawn = [pools.next_task().task // 10 for _ in range(2000)]
-    assert [pytest.approx(drawn.count(pool) / 2000, abs=0.03) for pool in range(3)] == [0.1, 0.2, 0.7]
-    assert pools.get_pool(0) == "easy"
-    pools.record_reward(0, 0.5)
-    assert pools.get_pool(0) == "normal"  # 0.75 over the last two
-    pools.record_reward(0, 0.0)
-    pools.record_reward(0, 0.0)
-    assert pools.get_pool(0) == "hard"
+        curriculum.record_reward(task, 1.0)
+        curriculum.record_reward(10 + task, 0.0)
+        curriculum.record_reward(20 + task, 0.5)
+    drawn = [curriculum.next_task().task // 10 for _ in range(2000)]
+    assert [pytest.approx(drawn.count(kind) / 2000, abs=0.03) for kind in range(3)] == [0.1, 0.2, 0.7]
+    assert curriculum.get_difficulty(0) == "easy"
+    curriculum.record_reward(0, 0.5)
+    assert curriculum.get_difficulty(0) == "normal"  # 0.75 over the last two
+    curriculum.record_reward(0, 0.0)
+    curriculum.record_reward(0, 0.0)
+    assert curriculum.get_difficulty(0) == "hard"
 
 
-def test_empty_pool_is_skipped():
-    pools = PoolsCurriculum(PoolsConfig(easy_fraction=1.0, hard_fraction=0.0), 5, "0")
-    assert {pools.next_task().task for _ in range(100)} == set(range(5))
+def test_difficulty_without_tasks_is_skipped():
+    curriculum = DifficultyCurriculum(DifficultyConfig(easy_fraction=1.0, hard_fraction=0.0), 5, "0")
+    assert {curriculum.next_task().task for _ in range(100)} == set(range(5))
 
 
-def test_pools_need_a_bounded_source():
+def test_difficulty_curriculum_needs_a_bounded_source():
     with pytest.raises(ConfigInvalid, match="bounded"):
-        build_curriculum(PoolsConfig(), None, "0")
+        build_curriculum(DifficultyConfig(), None, "0")
 
 
-def test_pools_resume_without_removed_tasks():
-    before = PoolsCurriculum(PoolsConfig(), 6, "7")
+def test_difficulty_curriculum_resumes_without_removed_tasks():
+    before = DifficultyCurriculum(DifficultyConfig(), 6, "7")
     for task in range(6):
         before.record_reward(task, 1.0)
-    after = PoolsCurriculum(PoolsConfig(), 4, "7")
+    after = DifficultyCurriculum(DifficultyConfig(), 4, "7")
     after.restore(before.take_changes())
     after.record_reward(5, 0.0)
-    assert [after.get_pool(task) for task in range(4)] == ["easy"] * 4
+    assert [after.get_difficulty(task) for task in range(4)] == ["easy"] * 4
     assert {after.next_task().task for _ in range(100)} == {0, 1, 2, 3}

@@ -27,7 +27,7 @@ from ramify.infer.config import (
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.cluster_config import ClusterConfig, EnginePlacementConfig
-from ramify.orchestrate.curriculum import PoolsConfig, ShuffleConfig
+from ramify.orchestrate.curriculum import DifficultyConfig, ShuffleConfig
 from ramify.rollout.config import check_source_names
 from ramify.rollout.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.run.store.run_name import default_run_name
@@ -43,7 +43,7 @@ LOCAL_LAUNCH_KEYS = {  # keys of `launch` for one machine, and what to set inste
 }
 EXIT_RESUMABLE = 75  # exit code of a run that was stopped with a checkpoint and can be resumed
 
-CurriculumConfig = Annotated[ShuffleConfig | PoolsConfig, Field(discriminator="type")]
+CurriculumConfig = Annotated[ShuffleConfig | DifficultyConfig, Field(discriminator="type")]
 
 
 class EndpointConfig(Config):

@@ -53,10 +53,10 @@ class ShuffleConfig(Config):
     """Number of epochs. None: unlimited."""
 
 
-class PoolsConfig(Config):
-    """Tasks in three pools by their recent rewards: easy, normal, hard. New tasks are normal."""
+class DifficultyConfig(Config):
+    """Easy, normal and hard tasks, by their recent rewards, in configured fractions. New tasks are normal."""
 
-    type: Literal["pools"] = "pools"
+    type: Literal["difficulty"] = "difficulty"
     easy_fraction: float = Field(default=0.1, ge=0, le=1)
     """Fraction of the groups that try an easy task."""
     hard_fraction: float = Field(default=0.2, ge=0, le=1)
@@ -69,7 +69,7 @@ class PoolsConfig(Config):
     """Number of latest groups of a task that its mean reward covers."""
 
     @model_validator(mode="after")
-    def _fractions_sum_to_at_most_one(self) -> "PoolsConfig":
+    def _fractions_sum_to_at_most_one(self) -> "DifficultyConfig":
         if (total := self.easy_fraction + self.hard_fraction) > 1:
             raise ValueError(f"easy_fraction + hard_fraction must be at most 1, got {total:g}")
         if self.hard_below > self.easy_above:
@@ -77,14 +77,14 @@ class PoolsConfig(Config):
         return self
 
 
-def build_curriculum(config: ShuffleConfig | PoolsConfig, num_tasks: int | None, seed: str) -> Curriculum:
+def build_curriculum(config: ShuffleConfig | DifficultyConfig, num_tasks: int | None, seed: str) -> Curriculum:
     """Build the curriculum of a source; `num_tasks` is None if the source is unbounded."""
-    if isinstance(config, PoolsConfig):
+    if isinstance(config, DifficultyConfig):
         if num_tasks is None:
             raise ConfigInvalid(
-                "train: the pools curriculum needs a source with a bounded number of tasks; use type = 'shuffle'"
+                "train: the difficulty curriculum needs a source with a bounded number of tasks; use type = 'shuffle'"
             )
-        return PoolsCurriculum(config, num_tasks, seed)
+        return DifficultyCurriculum(config, num_tasks, seed)
     return ShuffleCurriculum(config, num_tasks, seed)
 
 
@@ -128,15 +128,15 @@ class ShuffleCurriculum:
         return order
 
 
-class PoolsCurriculum:
-    """Draws tasks from pools of similar difficulty, with the configured frequencies; empty pools are skipped."""
+class DifficultyCurriculum:
+    """Draws easy, normal and hard tasks with the configured frequencies; a difficulty without tasks is skipped."""
 
-    def __init__(self, config: PoolsConfig, num_tasks: int, seed: str) -> None:
+    def __init__(self, config: DifficultyConfig, num_tasks: int, seed: str) -> None:
         self._config, self._num_tasks, self._seed = config, num_tasks, seed
         self._num_draws = 0
         self._rewards: dict[int, list[float]] = {}
         self._changes: dict[str, Any] = {}
-        self._pools: dict[str, list[int]] = {"easy": [], "normal": list(range(num_tasks)), "hard": []}
+        self._tasks_by_difficulty: dict[str, list[int]] = {"easy": [], "normal": list(range(num_tasks)), "hard": []}
 
     def next_task(self) -> TaskPick | None:
         """Draw a task: first its difficulty by the configured shares, then a task of that difficulty."""
@@ -146,7 +146,7 @@ class PoolsCurriculum:
             "hard": config.hard_fraction,
             "normal": 1 - config.easy_fraction - config.hard_fraction,
         }
-        names = [name for name in fractions if self._pools[name]]
+        names = [name for name in fractions if self._tasks_by_difficulty[name]]
         if not names:
             return None
         rng = Random(f"{self._seed}:{self._num_draws}")
@@ -154,7 +154,7 @@ class PoolsCurriculum:
         self._changes["drawn"] = self._num_draws
         weights = [fractions[name] for name in names]
         (name,) = rng.choices(names, weights if any(weights) else None)
-        return TaskPick(rng.choice(self._pools[name]), NO_EPOCH)
+        return TaskPick(rng.choice(self._tasks_by_difficulty[name]), NO_EPOCH)
 
     def record_reward(self, task: int, reward: float) -> None:
         """Record the mean reward of a group of the task, and update the task's difficulty."""
@@ -163,8 +163,8 @@ class PoolsCurriculum:
         self._set_rewards(task, [*self._rewards.get(task, []), reward][-self._config.recent_groups :])
         self._changes[f"task/{task}"] = self._rewards[task]
 
-    def get_pool(self, task: int) -> str:
-        """Return the pool of a task: easy, normal or hard."""
+    def get_difficulty(self, task: int) -> str:
+        """Return the difficulty of a task: easy, normal or hard."""
         rewards = self._rewards.get(task)
         if not rewards:
             return "normal"
@@ -184,12 +184,12 @@ class PoolsCurriculum:
                 self._set_rewards(task, list(rewards))
 
     def _set_rewards(self, task: int, rewards: list[float]) -> None:
-        before = self.get_pool(task)
+        before = self.get_difficulty(task)
         self._rewards[task] = rewards
-        after = self.get_pool(task)
+        after = self.get_difficulty(task)
         if before != after:
-            self._pools[before].remove(task)
-            insort(self._pools[after], task)
+            self._tasks_by_difficulty[before].remove(task)
+            insort(self._tasks_by_difficulty[after], task)
 
 
 COUNT_KEY_PREFIX = "mix/"  # of the ledger keys for the number of groups issued per source
