@@ -7,7 +7,7 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.core.config import parse, parse_component
-from ramify.infer.config import ExternalConfig, ServeConfig
+from ramify.infer.config import ExternalServersConfig, ServeConfig
 from ramify.launch.machine import Gpu
 from ramify.launch.process_configs import (
     build_env_server_config,
@@ -98,7 +98,7 @@ def test_serve_uses_the_dtype_of_a_single_machine_run(file, gpus, table, monkeyp
     Path("run.toml").write_text(f"{any_port}[trainer]\n{table}\n")
     run = parse(RunConfig, ["@", file])
     planned = open_place(plan_here(run, len(gpus)), "inference/0")[2]["inference"]["dtype"]
-    outside = run.model_copy(update={"inference": ExternalConfig(base_url=["http://127.0.0.2:8123"])})
+    outside = run.model_copy(update={"inference": ExternalServersConfig(base_url=["http://127.0.0.2:8123"])})
     assert {build_serve_config(config)["inference"]["dtype"] for config in (run, outside)} == {planned}
     mine, _ = parse_component(ServeConfig, ["@", file, "--inference.dtype", "bfloat16"], RunConfig, build_serve_config)
     assert mine.inference.dtype == "bfloat16"
@@ -124,7 +124,7 @@ def test_env_server_takes_one_source_with_the_limits_of_the_run(file, capsys):
     picked = config.select_source()
     assert (picked.key, picked.config.seq_len, picked.config.address) == ("train/one", 300, "tcp://127.0.0.1:0")
     assert picked.config.pool == StaticPoolConfig(workers=3)
-    assert config.inference == ExternalConfig(engine="external", base_url=["http://127.0.0.1:8"])
+    assert config.inference == ExternalServersConfig(engine="external", base_url=["http://127.0.0.1:8"])
     assert str(picked.log_path(config.output)) == "outputs/whole/logs/env/train/one.log"
     assert config.secret_env is None
     assert main(["env-server", "@", file, "--source", "train/one", "--dry-run"]) == 2

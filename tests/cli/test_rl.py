@@ -16,7 +16,7 @@ from ramify.cli.app import main
 from ramify.cli.arguments import expand_arguments
 from ramify.core.config import parse
 from ramify.core.errors import DeadlineExceeded
-from ramify.infer.config import ExternalConfig
+from ramify.infer.config import ExternalServersConfig
 from ramify.orchestrate.config import RunConfig
 from tests.support.plans import plan_here
 from tests.support.processes import RUNS_FOREVER, fails_with, list_running, read_pids, wait_until
@@ -105,7 +105,7 @@ EVERY = """
 import json, sys
 from ramify.core.config import parse
 from ramify.launch import plugin_check
-from ramify.infer.config import ExternalConfig
+from ramify.infer.config import ExternalServersConfig
 from ramify.launch.machine import assume_machine
 from ramify.launch.plan import format_plan, plan_run
 from ramify.orchestrate.config import RunConfig
@@ -177,7 +177,7 @@ def test_taskset_and_model_are_sufficient(tmp_path):
     assert config.train[0].taskset == {"id": "reverse-text", "max_chars": 6}
     assert config.eval[0].taskset == {"id": "reverse-text", "split": "eval", "max_chars": 6}
     assert config.train[0].sampling.temperature == 0.7
-    assert isinstance(config.inference, ExternalConfig) and config.inference.base_url == ["http://127.0.0.1:9"]
+    assert isinstance(config.inference, ExternalServersConfig) and config.inference.base_url == ["http://127.0.0.1:9"]
     assert [entry.name for entry in plan_here(config).process_specs][:2] == ["orchestrator", "trainer"]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from ramify.core.config import Config, dump_toml, parse
 from ramify.core.errors import ConfigInvalid
-from ramify.infer.config import EngineConfig, ExternalConfig, InferenceConfig, ServeConfig
+from ramify.infer.config import EngineConfig, ExternalServersConfig, InferenceConfig, ServeConfig
 
 URL = "http://10.0.0.1:8000"
 
@@ -19,7 +19,7 @@ def test_external_servers_are_set_in_a_file_or_by_flags(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(f'[inference]\nengine = "external"\nbase_url = ["{URL}/", "http://b:1"]\n')
     run = parse(RunConfig, ["@", str(file)])
-    assert run.inference == ExternalConfig(base_url=[URL, "http://b:1"])
+    assert run.inference == ExternalServersConfig(base_url=[URL, "http://b:1"])
     assert parse(RunConfig, ["--inference.engine", "external", "--inference.base_url", URL, "http://b:1"]) == run
     file.write_text(dump_toml(run))
     assert parse(RunConfig, ["@", str(file)]) == run

@@ -9,7 +9,7 @@ from ramify.cli.arguments import ConfigCall
 from ramify.core.display import LogDisplay
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count
-from ramify.infer.config import ExternalConfig
+from ramify.infer.config import ExternalServersConfig
 from ramify.launch.monitor import check_sinks_installed
 from ramify.orchestrate.config import RunConfig
 from ramify.trace import Trace
@@ -18,7 +18,7 @@ from ramify.trace import Trace
 def run(call: ConfigCall[RunConfig]) -> int:
     """Run the orchestrator until the run ends."""
     config, dry, accept = call.config, call.flags.dry_run, call.flags.accept_changes
-    if not isinstance(config.inference, ExternalConfig):
+    if not isinstance(config.inference, ExternalServersConfig):
         message = "the orchestrator does not start an engine; give the address of a running one with -b URL"
         raise ConfigInvalid(message, key="inference")
     check_sinks_installed(config)

@@ -8,7 +8,7 @@ import signal
 from ramify.cli.arguments import ConfigCall
 from ramify.cli.commands import pause_garbage_collection
 from ramify.core.errors import ConfigInvalid
-from ramify.infer.config import ExternalConfig, ServeConfig, VLLMConfig
+from ramify.infer.config import ExternalServersConfig, ServeConfig, VLLMConfig
 from ramify.infer.vllm_server import VLLMServer
 from ramify.model.render import load_renderer
 from ramify.model.resolve import fetch_model, resolve_model_path
@@ -18,7 +18,7 @@ def run(call: ConfigCall[ServeConfig]) -> int:
     """Load the model, and serve until interrupted."""
     config, run_config, dry = call.config, call.run_config, call.flags.dry_run
     address_keys = {"host", "port"} & config.server.model_fields_set
-    if run_config is not None and isinstance(run_config.inference, ExternalConfig) and not address_keys:
+    if run_config is not None and isinstance(run_config.inference, ExternalServersConfig) and not address_keys:
         urls = ", ".join(run_config.inference.base_url)
         advice = "choose one with --server.host and --server.port"
         raise ConfigInvalid(f"the run lists several engines ({urls}); {advice}", key="server")

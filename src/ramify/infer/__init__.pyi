@@ -1,5 +1,5 @@
 from .config import EngineConfig as EngineConfig
-from .config import ExternalConfig as ExternalConfig
+from .config import ExternalServersConfig as ExternalServersConfig
 from .config import ServeConfig as ServeConfig
 from .config import ServerConfig as ServerConfig
 from .config import VLLMConfig as VLLMConfig

@@ -106,7 +106,7 @@ class VLLMConfig(Config):
     """Seconds until vLLM must be ready."""
 
 
-class ExternalConfig(Config):
+class ExternalServersConfig(Config):
     """Running servers, native or vLLM. Ramify uses them and updates their weights, but never stops them."""
 
     engine: Literal["external"] = "external"
@@ -126,7 +126,7 @@ class ExternalConfig(Config):
 
 
 ManagedInferenceConfig = Annotated[EngineConfig | VLLMConfig, Field(discriminator="engine")]
-InferenceConfig = Annotated[EngineConfig | VLLMConfig | ExternalConfig, Field(discriminator="engine")]
+InferenceConfig = Annotated[EngineConfig | VLLMConfig | ExternalServersConfig, Field(discriminator="engine")]
 
 
 class NamedModelConfig(Config):
@@ -145,7 +145,7 @@ class NamedModelConfig(Config):
     @field_validator("base_url")
     @classmethod
     def _urls_are_distinct_roots(cls, urls: list[str]) -> list[str]:
-        return ExternalConfig(base_url=urls).base_url if urls else urls
+        return ExternalServersConfig(base_url=urls).base_url if urls else urls
 
     @model_validator(mode="after")
     def _model_has_one_origin(self) -> "NamedModelConfig":

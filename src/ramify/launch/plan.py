@@ -17,7 +17,14 @@ from urllib.parse import urlsplit
 from ramify.core.config import Config, dump_toml, write_toml
 from ramify.core.names import format_count
 from ramify.env.chat_client import get_model_variable
-from ramify.infer.config import EngineConfig, ExternalConfig, ModelConfig, NamedModelConfig, ServeConfig, VLLMConfig
+from ramify.infer.config import (
+    EngineConfig,
+    ExternalServersConfig,
+    ModelConfig,
+    NamedModelConfig,
+    ServeConfig,
+    VLLMConfig,
+)
 from ramify.launch.capacity import choose_moments, find_long_path_warning, list_gpu_notes, place_run
 from ramify.launch.launcher import ClusterNode, Placement, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
@@ -244,7 +251,9 @@ class _PlanBuilder:
     def _build_run_config(self) -> RunConfig:
         """Return the configuration of the orchestrator, with the addresses that the processes have now."""
         config, services = self.config, self._list_services()
-        inference = {"inference": ExternalConfig(base_url=services[INFERENCE_KEY])} if INFERENCE_KEY in services else {}
+        inference = (
+            {"inference": ExternalServersConfig(base_url=services[INFERENCE_KEY])} if INFERENCE_KEY in services else {}
+        )
         models = {
             name: NamedModelConfig(name=model.name, base_url=services[f"{MODEL_PREFIX}{name}"])
             if model.is_managed
@@ -359,7 +368,7 @@ class _PlanBuilder:
             return {}
         return {TRAINING_LOCK_VARIABLE: str(self.config.path.resolve() / "training.lock")}
 
-    def _get_engine_config(self, name: str) -> EngineConfig | VLLMConfig | ExternalConfig:
+    def _get_engine_config(self, name: str) -> EngineConfig | VLLMConfig | ExternalServersConfig:
         if name.startswith(MODEL_PREFIX):
             return self.config.all_models[name.removeprefix(MODEL_PREFIX)].inference
         return self.config.inference
@@ -406,7 +415,7 @@ def _make_absolute(model_name: str) -> str:
 def _list_external_services(config: RunConfig) -> list[tuple[str, str]]:
     """Return name and address of every service that the run uses but does not start."""
     services: list[tuple[str, str]] = []
-    if isinstance(config.inference, ExternalConfig):
+    if isinstance(config.inference, ExternalServersConfig):
         services.append(("inference", ", ".join(config.inference.base_url)))
     services += [
         (f"{MODEL_PREFIX}{name}", ", ".join(model.base_url)) for name, model in config.models.items() if model.base_url

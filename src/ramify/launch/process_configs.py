@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from ramify.core.config import Config
 from ramify.core.errors import ConfigInvalid
-from ramify.infer.config import ExternalConfig, NamedModelConfig, VLLMConfig
+from ramify.infer.config import ExternalServersConfig, NamedModelConfig, VLLMConfig
 from ramify.launch.machine import HOST, list_visible_gpus, uses_gpu
 from ramify.orchestrate.config import RunConfig, TrainSourceConfig
 from ramify.rollout.envserver.config import EnvServerConfig, ServedSourceConfig
@@ -38,7 +38,7 @@ def build_serve_config(run_config: RunConfig, *, is_trainer_on_gpu: bool | None 
     """
     inference, dtype = run_config.inference, _resolve_engine_dtype(run_config, is_trainer_on_gpu)
     table: ConfigTable = {"model": _dump_set_fields(run_config.model), "server": {"model_name": run_config.model.name}}
-    if isinstance(inference, ExternalConfig):
+    if isinstance(inference, ExternalServersConfig):
         table["inference"] = {"dtype": dtype, "max_model_len": run_config.seq_len}
         if len(inference.base_url) > 1:  # host and port are given as flags
             table["server"]["allowed_hosts"] = [urlsplit(url).hostname for url in inference.base_url]
@@ -88,8 +88,8 @@ def build_env_server_config(run_config: RunConfig, source_name: str | None) -> C
     }
     table |= {"source": source_name} if source_name else {}
     table |= {"secret_env": run_config.secret_env} if run_config.secret else {}
-    urls = run_config.inference.base_url if isinstance(run_config.inference, ExternalConfig) else []
-    selected = EnvServerConfig(**table, inference=ExternalConfig(base_url=["http://unused"])).select_source()
+    urls = run_config.inference.base_url if isinstance(run_config.inference, ExternalServersConfig) else []
+    selected = EnvServerConfig(**table, inference=ExternalServersConfig(base_url=["http://unused"])).select_source()
     sources = run_config.train if selected.kind == "train" else run_config.eval
     source = next(source for source in sources if source.source_name == selected.source_name)
     if source.endpoint is not None:
@@ -119,7 +119,7 @@ def build_trainer_config(run_config: RunConfig) -> ConfigTable:
 
 def _resolve_engine_dtype(run_config: RunConfig, is_trainer_on_gpu: bool | None) -> str:
     """Return the dtype of the engine: by default the trainer's, so that sampler and trainer agree."""
-    engine_dtype = "auto" if isinstance(run_config.inference, ExternalConfig) else run_config.inference.dtype
+    engine_dtype = "auto" if isinstance(run_config.inference, ExternalServersConfig) else run_config.inference.dtype
     dtype = run_config.trainer.dtype if engine_dtype == "auto" else engine_dtype
     if dtype != "auto":
         return dtype

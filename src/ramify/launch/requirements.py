@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count, suggest
-from ramify.infer.config import EngineConfig, ExternalConfig, VLLMConfig
+from ramify.infer.config import EngineConfig, ExternalServersConfig, VLLMConfig
 from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode
 from ramify.launch.machine import GIB, Device, uses_gpu
 from ramify.launch.memory import (
@@ -126,7 +126,7 @@ class GpuDivision:
         self.managed_models = {name: model for name, model in config.all_models.items() if model.is_managed}
         self.model_gpus = sum(self.count_gpus(model.inference) for model in self.managed_models.values())
         inference = config.inference
-        self.engine_gpus = 0 if isinstance(inference, ExternalConfig) else self.count_gpus(inference)
+        self.engine_gpus = 0 if isinstance(inference, ExternalServersConfig) else self.count_gpus(inference)
         self.trainer_gpus = int(uses_gpu(config.trainer.device, self.num_gpus))
         self.is_shared = self.do_models_share = False
         self._choose_sharing()
@@ -165,7 +165,7 @@ class GpuDivision:
         num_ranks = self._get_configured_ranks()
         if num_ranks is None:
             num_ranks = self._derive_ranks(num_free, num_engines) if self.trainer_gpus else 1
-        if isinstance(self.config.inference, ExternalConfig):
+        if isinstance(self.config.inference, ExternalServersConfig):
             return num_ranks, 0
         is_configured = num_engines is not None
         if num_engines is None:
@@ -233,7 +233,7 @@ class GpuDivision:
         if size is None:
             return 1, "the size of the model is unknown"
         room, sizes = int(MAX_MEMORY_FRACTION * self.gpu_memory), dict[int, int]()
-        if self.is_shared and not isinstance(inference := self.config.inference, ExternalConfig):
+        if self.is_shared and not isinstance(inference := self.config.inference, ExternalServersConfig):
             room -= self.estimate_engine(inference, self.config.model.name) or 0
         for num_ranks in range(1, limit + 1):
             sizes[num_ranks] = estimate_trainer(self.config, size, gpu=True, num_ranks=num_ranks)
@@ -300,7 +300,7 @@ class _DemandBuilder:
 
     def build_engines(self) -> list[ProcessDemand]:
         inference, placement, name = self.config.inference, self.config.cluster.engines, self.config.model.name
-        if isinstance(inference, ExternalConfig):
+        if isinstance(inference, ExternalServersConfig):
             return []
         first = self._build_engine(f"{ENGINE_PREFIX}0", "cluster.engines", placement, name, inference)
         is_derived = placement.num_replicas is None and self.config.launch.inference_gpus is None

@@ -16,7 +16,7 @@ from typing import Any
 
 from ramify.core.errors import ConfigInvalid, EngineIncompatible, Failure
 from ramify.env import plugin
-from ramify.infer.config import ExternalConfig
+from ramify.infer.config import ExternalServersConfig
 from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
@@ -134,7 +134,7 @@ class RunComponents:
         *,
         report_interval: float = REPORT_INTERVAL,
     ) -> None:
-        if not isinstance(config.inference, ExternalConfig):
+        if not isinstance(config.inference, ExternalServersConfig):
             raise ConfigInvalid(
                 "inference: the orchestrator does not start an engine; set engine = 'external' and base_url"
             )

@@ -18,7 +18,7 @@ from ramify.env.chat_client import RUN_MODEL_PREFIX
 from ramify.env.plugin import PLUGIN_KINDS
 from ramify.infer.config import (
     EngineConfig,
-    ExternalConfig,
+    ExternalServersConfig,
     InferenceConfig,
     ModelConfig,
     NamedModelConfig,
@@ -389,7 +389,7 @@ class RunConfig(Config):
             yield "launch.inference_gpus", "not allowed with cluster.engines.num_replicas; set one of them"
         if launch.base_port and (cluster.env_servers.num_per_source or 1) > 1:
             yield "launch.base_port", "not allowed with several env servers per source"
-        if isinstance(self.inference, ExternalConfig) and cluster.engines != EnginePlacementConfig():
+        if isinstance(self.inference, ExternalServersConfig) and cluster.engines != EnginePlacementConfig():
             yield "cluster.engines", "not allowed with inference.base_url: the run does not start these servers"
         if not cluster.is_distributed:
             return

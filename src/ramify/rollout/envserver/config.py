@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ramify.core.config import Config, TcpAddress
 from ramify.core.errors import ConfigInvalid
-from ramify.infer.config import ExternalConfig, ModelConfig
+from ramify.infer.config import ExternalServersConfig, ModelConfig
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
 from ramify.processes.wire.message import WireSettings
 from ramify.rollout.config import SourceConfig, check_source_names
@@ -95,7 +95,7 @@ class EnvServerConfig(Config):
     served_model: str | None = None
     """The model's name on the servers, if it differs from `model.name`. Empty: whatever they serve."""
     renderer: RendererConfig = TemplateRendererConfig()
-    inference: ExternalConfig
+    inference: ExternalServersConfig
     """The servers that workers sample from."""
     client_type: Literal["auto", "tokens", "chat"] = "auto"
     """Use the servers' token ids (`tokens`) or their chat endpoint (`chat`). `auto`: token ids if they return them."""

@@ -15,7 +15,7 @@ from typing import IO
 from ramify.core.async_calls import call_storage
 from ramify.core.errors import ConfigInvalid, EnvironmentFault, ModelNotFound, ProviderError, RamifyError
 from ramify.env import Task
-from ramify.infer.config import ExternalConfig, ServeConfig
+from ramify.infer.config import ExternalServersConfig, ServeConfig
 from ramify.infer.gateway.policy import Policy
 from ramify.infer.gateway.policy_connection import connect_policy
 from ramify.model.image_support import find_image_problem
@@ -65,7 +65,7 @@ class ServedPolicy:
 def check_server(config: EvalConfig, environment: Environment) -> None:
     """Raise ConfigInvalid if the eval has to serve a model that is missing, that is too short for the harness or that
     takes no images although the taskset requires it, or if it has to serve it at a port that is in use."""
-    if not isinstance(config.inference, ExternalConfig):
+    if not isinstance(config.inference, ExternalServersConfig):
         if environment.taskset.requires_vision:
             _check_takes_images(config, environment)
         lengths = (config.inference.max_model_len, read_max_positions(_resolve_model(config)), config.seq_len)
@@ -80,7 +80,7 @@ async def check_task_images(config: EvalConfig, environment: Environment, task: 
         has_images = await call_storage(partial(check_prompt_images, task), f"images of task {task.identity}")
     except EnvironmentFault as error:
         raise ConfigInvalid(f"taskset: {error.message}") from error
-    if has_images and not isinstance(config.inference, ExternalConfig):
+    if has_images and not isinstance(config.inference, ExternalServersConfig):
         _check_takes_images(config, environment)
 
 
@@ -95,7 +95,7 @@ async def open_policy(
 ) -> AsyncGenerator[ServedPolicy]:
     """Yield the policy; an engine that is started for it is stopped on exit."""
     async with contextlib.AsyncExitStack() as stack:
-        if isinstance(config.inference, ExternalConfig):
+        if isinstance(config.inference, ExternalServersConfig):
             urls = config.inference.base_url
             yield ServedPolicy(await _connect(config, urls, stack, print_line), urls)
             return
@@ -148,7 +148,7 @@ def _check_port(host: str, port: int) -> None:
 
 def fetch_served_model(config: EvalConfig) -> None:
     """Download the model if the eval has to serve it and it is a hub id that is not in the cache."""
-    if not isinstance(config.inference, ExternalConfig):
+    if not isinstance(config.inference, ExternalServersConfig):
         _resolve_model(config, fetch_model)
 
 
