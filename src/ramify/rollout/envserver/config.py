@@ -23,7 +23,7 @@ def count_available_cores() -> int:
 
 
 class ElasticPoolConfig(Config):
-    """A pool whose number of workers follows the load."""
+    """Worker processes whose number follows the load."""
 
     type: Literal["elastic"] = "elastic"
     min_workers: int = Field(default=1, ge=1)
@@ -48,10 +48,11 @@ class ElasticPoolConfig(Config):
 
 
 class StaticPoolConfig(Config):
-    """A pool with a fixed number of workers."""
+    """A fixed number of worker processes."""
 
     type: Literal["static"] = "static"
     workers: int = Field(default=4, ge=1)
+    """Number of worker processes."""
 
 
 PoolConfig = Annotated[ElasticPoolConfig | StaticPoolConfig, Field(discriminator="type")]
@@ -61,6 +62,7 @@ class ServedSourceConfig(SourceConfig):
     """A source of rollouts: an environment, and the worker processes that run it."""
 
     pool: PoolConfig = ElasticPoolConfig()
+    """The worker processes of its env server."""
     address: TcpAddress | list[TcpAddress] | None = None
     """Address of the env server if you run it yourself, or of several that share the load. Default: the run starts one,
     on a free port."""
