@@ -248,6 +248,17 @@ def test_weights_in_memory_need_an_engine_on_the_trainers_device(tmp_path):
             plan_here(config(tmp_path, weights=ipc, **more), num_gpus)
 
 
+def test_a_run_that_is_resumed_from_its_files_is_planned_for_the_nodes_there_are(tmp_path):
+    run = config(tmp_path)
+    with (plan := plan_here(run, num_gpus=1)).reservation:
+        plan.write()
+    assert (plan.config.weights.transport, plan.config.trainer.optim.moments) == ("ipc", "float32")
+    assert "weights: ipc, " in (run.path / "plan.txt").read_text()
+    resumed = RunConfig(**tomllib.loads((run.path / "config.toml").read_text()))
+    assert resumed == run
+    assert plan_here(resumed, num_gpus=8).config.weights.transport == "shm"
+
+
 # -- several nodes -----------------------------------------------------------------------------------------------------
 
 NODES = [
@@ -326,4 +337,4 @@ def test_plan_is_written_with_who_runs_where(cluster_plan, tmp_path):
     lines = (tmp_path / "run" / "plan.txt").read_text().splitlines()
     assert "b (10.0.0.2): 0 GPUs, 8 cores" in lines
     assert any(line.startswith("  trainer rank 1: ") for line in lines)
-    assert RunConfig(**tomllib.loads((tmp_path / "run" / "config.toml").read_text())) == cluster_plan.config
+    assert RunConfig(**tomllib.loads((tmp_path / "run" / "config.toml").read_text())) == cluster_plan.user_config

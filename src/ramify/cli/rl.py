@@ -48,11 +48,11 @@ def _print_plan(config: RunConfig, *, fresh: bool, accept: bool, assumed_gpus: s
     check_start(config, fresh=fresh, accept_changes=accept)
     nodes, origin = _list_nodes(config, assumed_gpus)
     try:
-        config, placement = plan_run(config, nodes)
+        planned, placement = plan_run(config, nodes)
     except ClusterTooSmall as error:
         raise ClusterTooSmall(f"{error.message}\n  {origin}" if origin else error.message) from error
-    lines = format_plan(config, placement, origin)
-    dry_run(config, config.path, lines, write_files=lambda: write_plan(config, placement))
+    lines = format_plan(planned, placement, origin)
+    dry_run(config, config.path, lines, write_files=lambda: write_plan(config, planned, placement))
     return 0
 
 

@@ -67,6 +67,9 @@ class LaunchPlan:
     """The processes of a run, and where they are started."""
 
     config: RunConfig
+    """With everything decided that depends on the nodes."""
+    user_config: RunConfig
+    """As the user wrote it, from which a resumed run is planned again, perhaps for other nodes."""
     process_specs: tuple[ProcessSpec, ...]
     placement: RunPlacement
     model: ModelSize | None
@@ -80,12 +83,12 @@ class LaunchPlan:
 
     def write(self) -> None:
         """Write the configuration of the run, and the plan as text, to the run directory."""
-        write_plan(self.config, self.placement)
+        write_plan(self.user_config, self.config, self.placement)
 
 
-def write_plan(config: RunConfig, placement: RunPlacement) -> None:
-    """Write the configuration of a run, and its plan as text, to the run directory."""
-    write_toml(config, config.path / "config.toml")
+def write_plan(user_config: RunConfig, config: RunConfig, placement: RunPlacement) -> None:
+    """Write the user's configuration of a run, and the plan of `config` as text, to the run directory."""
+    write_toml(user_config, config.path / "config.toml")
     text = "\n".join([*format_plan(config, placement), ""])
     (config.path / "plan.txt").write_text(text, encoding="utf-8")
 
@@ -133,7 +136,7 @@ def build_plan(config: RunConfig, nodes: Sequence[ClusterNode]) -> LaunchPlan:
 
     Raises ConfigInvalid or ClusterTooSmall if the run is not possible, PortTaken for a port in use.
     """
-    return _PlanBuilder(*plan_run(config, nodes)).build()
+    return _PlanBuilder(config, *plan_run(config, nodes)).build()
 
 
 def plan_run(config: RunConfig, nodes: Sequence[ClusterNode]) -> tuple[RunConfig, RunPlacement]:
@@ -155,15 +158,15 @@ def build_orchestrator_plan(config: RunConfig, nodes: Sequence[ClusterNode]) -> 
     """Build the plan of an orchestrator and the env servers it starts, without engine and trainer."""
     demands = build_service_demands(config, nodes)
     places = place_processes(demands, nodes)
-    plan = _PlanBuilder(config, RunPlacement(tuple(nodes), tuple(demands), places)).build()
+    plan = _PlanBuilder(config, config, RunPlacement(tuple(nodes), tuple(demands), places)).build()
     return replace(plan, model=None)
 
 
 class _PlanBuilder:
     """Builds the specs of the processes, and remembers the address of each process that has a place."""
 
-    def __init__(self, config: RunConfig, placement: RunPlacement) -> None:
-        self.config, self.placement, self.head = config, placement, placement.head
+    def __init__(self, user_config: RunConfig, config: RunConfig, placement: RunPlacement) -> None:
+        self.user_config, self.config, self.placement, self.head = user_config, config, placement, placement.head
         address = config.orchestrator.address
         if is_local(address):  # the ranks of the trainer may connect to it from other nodes
             address = f"tcp://{self.head.host}:{urlsplit(address).port}"
@@ -189,6 +192,7 @@ class _PlanBuilder:
         """Build the plan."""
         return LaunchPlan(
             config=self.config,
+            user_config=self.user_config,
             process_specs=tuple(self._build_spec(demand) for demand in self.placement.demands),
             placement=self.placement,
             model=ModelSize.from_name(self.config.model.name),
