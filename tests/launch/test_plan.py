@@ -254,8 +254,11 @@ def test_a_run_that_is_resumed_from_its_files_is_planned_for_the_nodes_there_are
         plan.write()
     assert (plan.config.weights.transport, plan.config.trainer.optim.moments) == ("ipc", "float32")
     assert "weights: ipc, " in (run.path / "plan.txt").read_text()
-    resumed = RunConfig(**tomllib.loads((run.path / "config.toml").read_text()))
+    resumed, plan_file = RunConfig(**tomllib.loads((run.path / "config.toml").read_text())), run.path / "plan.txt"
     assert resumed == run
+    inode = plan_file.stat().st_ino
+    plan.write()
+    assert plan_file.stat().st_ino != inode  # a reader of the old file sees all of it
     assert plan_here(resumed, num_gpus=8).config.weights.transport == "shm"
 
 

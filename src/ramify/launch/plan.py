@@ -15,6 +15,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ramify.core.config import Config, dump_toml, write_toml
+from ramify.core.files import write_atomically
 from ramify.core.names import format_count
 from ramify.env.chat_client import get_model_variable
 from ramify.infer.config import (
@@ -89,8 +90,7 @@ class LaunchPlan:
 def write_plan(user_config: RunConfig, config: RunConfig, placement: RunPlacement) -> None:
     """Write the user's configuration of a run, and the plan of `config` as text, to the run directory."""
     write_toml(user_config, config.path / "config.toml")
-    text = "\n".join([*format_plan(config, placement), ""])
-    (config.path / "plan.txt").write_text(text, encoding="utf-8")
+    write_atomically(config.path / "plan.txt", "\n".join([*format_plan(config, placement), ""]))
 
 
 def format_plan(config: RunConfig, placement: RunPlacement, origin: str = "") -> list[str]:
