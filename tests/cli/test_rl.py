@@ -222,7 +222,7 @@ specs = (
     build_spec(Path(folder), "orchestrator", code, ProcessRole.LEADER),
 )
 build_plan = api.build_plan
-api.build_plan = lambda *args: dataclasses.replace(build_plan(*args), process_specs=specs)
+api.build_plan = lambda *args, **more: dataclasses.replace(build_plan(*args, **more), process_specs=specs)
 api.check_plugin_tables = lambda config: {}
 sys.exit(main(["rl", *args]))
 """

@@ -7,6 +7,7 @@ from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.capacity import choose_moments, find_long_path_warning, place_run
 from ramify.launch.requirements import list_planned_nodes
 from ramify.orchestrate.config import RunConfig
+from ramify.train.checkpoint_manifest import CheckpointManifest
 from tests.support.plans import build_machine
 from tests.support.ray import StubRay
 
@@ -70,6 +71,15 @@ def test_moments_have_8_bits_where_float32_does_not_fit_and_8_bits_do(tmp_path, 
     settings = {"inference": {"kv_memory_fraction": 0.05}, "trainer": {"pack_tokens": 1024}, "output": tmp_path}
     run = choose_moments(build_run("org/Some-2B", **settings), [build_machine(num_gpus, gpu_gib=gib)])
     assert run.trainer.optim.moments == moments
+
+
+def test_moments_continue_as_in_the_checkpoints_unless_the_run_starts_over(tmp_path):
+    run, nodes = build_run("org/Some-1B", output=tmp_path), [build_machine(8)]
+    checkpoint = run.path / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    CheckpointManifest(step=1, optimizer="adamw-8bit", note={}, files={}).write(checkpoint)
+    assert choose_moments(run, nodes).trainer.optim.moments == "8bit"
+    assert choose_moments(run, nodes, fresh=True).trainer.optim.moments == "float32"
 
 
 def test_8_bits_are_neither_chosen_nor_advised_for_several_ranks(tmp_path):

@@ -48,7 +48,7 @@ def _print_plan(config: RunConfig, *, fresh: bool, accept: bool, assumed_gpus: s
     check_start(config, fresh=fresh, accept_changes=accept)
     nodes, origin = _list_nodes(config, assumed_gpus)
     try:
-        planned, placement = plan_run(config, nodes)
+        planned, placement = plan_run(config, nodes, fresh=fresh)
     except ClusterTooSmall as error:
         raise ClusterTooSmall(f"{error.message}\n  {origin}" if origin else error.message) from error
     lines = format_plan(planned, placement, origin)

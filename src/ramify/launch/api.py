@@ -50,7 +50,7 @@ def rl(
         is_distributed = run_config.cluster.is_distributed
         environments = check_plugin_tables(run_config) if is_distributed else {}  # before the wait for nodes
         launcher, nodes = stack.enter_context(open_launcher(run_config, display.print_line))
-        plan = build_plan(run_config, nodes)
+        plan = build_plan(run_config, nodes, fresh=fresh)
         stack.enter_context(launcher.prepare(plan.process_specs))
         if not is_distributed:
             environments = check_plugin_tables(run_config)  # while the modules of the processes are imported

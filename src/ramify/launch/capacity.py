@@ -106,16 +106,17 @@ def list_gpu_notes(config: RunConfig, nodes: Sequence[ClusterNode]) -> list[str]
     return [f"note: {assumption}; set cluster.node.gpu_memory_gib"]
 
 
-def choose_moments(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunConfig:
+def choose_moments(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> RunConfig:
     """Return the configuration with the format of AdamW's moments, if that is `auto` and the trainer has a GPU.
 
-    A run with checkpoints continues in their format. Otherwise it is float32, unless the run fits only with 8 bits.
+    A run with checkpoints continues in their format, unless it starts over (`fresh`). Otherwise it is float32, unless
+    the run fits only with 8 bits.
     """
     optim, num_gpus = config.trainer.optim, sum(node.num_gpus for node in nodes)
     if optim.moments != "auto" or optim.type != "adamw" or not uses_gpu(config.trainer.device, num_gpus):
         return config
     find_size, compact = cache(ModelSize.from_name), config.trainer.with_moments("8bit")
-    moments = find_saved_moments((config.shared_path or config.path) / CHECKPOINTS_DIR)
+    moments = None if fresh else find_saved_moments((config.shared_path or config.path) / CHECKPOINTS_DIR)
     if moments is None and not _fits(config, nodes, find_size):
         moments = "8bit" if _fits(config.model_copy(update={"trainer": compact}), nodes, find_size) else None
     return config.model_copy(update={"trainer": config.trainer.with_moments(moments or "float32")})

@@ -131,20 +131,20 @@ def describe_run(config: RunConfig) -> str:
     return f"run {config.path}: {config.model.name}, {format_count(config.max_steps, 'step')}"
 
 
-def build_plan(config: RunConfig, nodes: Sequence[ClusterNode]) -> LaunchPlan:
-    """Build the plan of a run on these nodes.
+def build_plan(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> LaunchPlan:
+    """Build the plan of a run on these nodes; `fresh` if it starts over.
 
     Raises ConfigInvalid or ClusterTooSmall if the run is not possible, PortTaken for a port in use.
     """
-    return _PlanBuilder(config, *plan_run(config, nodes)).build()
+    return _PlanBuilder(config, *plan_run(config, nodes, fresh=fresh)).build()
 
 
-def plan_run(config: RunConfig, nodes: Sequence[ClusterNode]) -> tuple[RunConfig, RunPlacement]:
+def plan_run(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> tuple[RunConfig, RunPlacement]:
     """Return the configuration with everything decided that depends on the nodes, and the placement.
 
     Raises what `build_plan` raises.
     """
-    config = choose_moments(config, nodes)
+    config = choose_moments(config, nodes, fresh=fresh)
     placement = place_run(config, nodes)
     transport = choose_transport(config, placement)
     if transport == config.weights.transport:
