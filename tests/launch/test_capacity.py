@@ -4,7 +4,7 @@ import pytest
 
 from ramify.cli import main
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
-from ramify.launch.capacity import choose_moments, find_long_path_warning, place_run
+from ramify.launch.capacity import check_allocation, choose_moments, find_long_path_warning, place_run
 from ramify.launch.requirements import list_planned_nodes
 from ramify.orchestrate.config import RunConfig
 from ramify.train.checkpoint_manifest import CheckpointManifest
@@ -71,6 +71,14 @@ def test_moments_have_8_bits_where_float32_does_not_fit_and_8_bits_do(tmp_path, 
     settings = {"inference": {"kv_memory_fraction": 0.05}, "trainer": {"pack_tokens": 1024}, "output": tmp_path}
     run = choose_moments(build_run("org/Some-2B", **settings), [build_machine(num_gpus, gpu_gib=gib)])
     assert run.trainer.optim.moments == moments
+
+
+def test_an_allocation_that_fits_with_8_bits_is_accepted(tmp_path):
+    settings = {"inference": {"kv_memory_fraction": 0.05}, "trainer": {"pack_tokens": 1024}, "output": tmp_path}
+    cluster = {"launcher": "ray", "node": {"cores": 16, "gpus": 2, "gpu_memory_gib": 30}}
+    run = build_run("org/Some-2B", **settings, cluster=cluster)
+    check_allocation(run)
+    assert choose_moments(run, list_planned_nodes(run)).trainer.optim.moments == "8bit"
 
 
 def test_moments_continue_as_in_the_checkpoints_unless_the_run_starts_over(tmp_path):

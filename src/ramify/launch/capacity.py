@@ -223,7 +223,8 @@ def check_allocation(config: RunConfig) -> None:
         role: getattr(cluster, role).model_copy(update={"nodes": []})
         for role in ("engines", "models", "env_servers", "trainer")
     }
-    place_run(config.model_copy(update={"cluster": cluster.model_copy(update=update)}), list_planned_nodes(config))
+    config, nodes = config.model_copy(update={"cluster": cluster.model_copy(update=update)}), list_planned_nodes(config)
+    place_run(choose_moments(config, nodes), nodes)
 
 
 def build_allocation_warning(config: RunConfig) -> str | None:
