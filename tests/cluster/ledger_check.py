@@ -1,7 +1,7 @@
 """Reads the ledger of a finished run with SQL of its own, and compares it with what the trainers wrote in their logs.
 
 Nothing here uses `ramify`: a mistake of its audit or of its tables' readers is not repeated. Tokens are stored as one
-integer, epoch * 65536 + incarnation, and printed as EPOCH.INCARNATION, or INCARNATION in epoch 0.
+integer, term * 65536 + incarnation, and printed as TERM.INCARNATION, or INCARNATION in term 0.
 """
 
 import hashlib
@@ -111,8 +111,8 @@ def read_commits(database: Path) -> list[tuple[int, str, str, str]]:
 
 
 def _format_token(number: int) -> str:
-    epoch, incarnation = divmod(number, 65536)
-    return f"{epoch}.{incarnation}" if epoch else str(incarnation)
+    term, incarnation = divmod(number, 65536)
+    return f"{term}.{incarnation}" if term else str(incarnation)
 
 
 def read_trainer_logs(texts: Sequence[str]) -> list[TrainerLog]:
@@ -156,8 +156,8 @@ def check_trainer_logs(logs: Sequence[TrainerLog], commits: Sequence[tuple[int, 
 
 
 def _order(token: str) -> tuple[int, int]:
-    epoch, _, incarnation = token.rpartition(".")
-    return int(epoch or 0), int(incarnation)
+    term, _, incarnation = token.rpartition(".")
+    return int(term or 0), int(incarnation)
 
 
 def check_checkpoints(shared: Path, commits: Sequence[tuple[int, str, str, str]]) -> Iterator[str]:
@@ -172,25 +172,25 @@ def check_checkpoints(shared: Path, commits: Sequence[tuple[int, str, str, str]]
 
 
 def check_heads(shared: Path, commits: Sequence[tuple[int, str, str, str]]) -> Iterator[str]:
-    """Check that the epochs form one chain, that every older one is sealed, and that no commit is of an unknown one."""
-    epochs = sorted(int(path.name) for path in (shared / "epoch").iterdir())
-    if epochs != list(range(len(epochs))):
-        yield f"the epochs are {epochs}"
-    for epoch in epochs:
-        entries = sorted((shared / "ledger" / str(epoch)).glob("*"), key=lambda path: int(path.name))
+    """Check that the terms form one chain, that every older one is sealed, and that no commit is of an unknown one."""
+    terms = sorted(int(path.name) for path in (shared / "term").iterdir())
+    if terms != list(range(len(terms))):
+        yield f"the terms are {terms}"
+    for term in terms:
+        entries = sorted((shared / "ledger" / str(term)).glob("*"), key=lambda path: int(path.name))
         seals = [int(path.name) for path in entries if path.read_bytes() == b"sealed"]
         if [int(path.name) for path in entries] != list(range(len(entries))):
-            yield f"epoch {epoch} lacks an entry"
-        if epoch == epochs[-1] and seals:
-            yield f"the newest epoch {epoch} is sealed"
-        elif epoch != epochs[-1] and seals != [len(entries) - 1]:
-            yield f"epoch {epoch} has {len(entries)} entries and seals {seals}; expected one seal, at its end"
-        elif epoch != epochs[-1]:
-            base = json.loads((shared / "epoch" / str(epoch + 1)).read_text())
-            if seals[0] and base != [epoch, seals[0] - 1]:
-                yield f"epoch {epoch + 1} continues {base}, not the last entry of epoch {epoch}"
-    if unknown := sorted({_order(token)[0] for _, token, _, _ in commits} - set(epochs)):
-        yield f"commits of unknown epochs {unknown}"
+            yield f"term {term} lacks an entry"
+        if term == terms[-1] and seals:
+            yield f"the newest term {term} is sealed"
+        elif term != terms[-1] and seals != [len(entries) - 1]:
+            yield f"term {term} has {len(entries)} entries and seals {seals}; expected one seal, at its end"
+        elif term != terms[-1]:
+            base = json.loads((shared / "term" / str(term + 1)).read_text())
+            if seals[0] and base != [term, seals[0] - 1]:
+                yield f"term {term + 1} continues {base}, not the last entry of term {term}"
+    if unknown := sorted({_order(token)[0] for _, token, _, _ in commits} - set(terms)):
+        yield f"commits of unknown terms {unknown}"
 
 
 def _read_logs(runs: Sequence[Path], pattern: str) -> list[str]:

@@ -88,13 +88,13 @@ def test_trainer_whose_log_contradicts_the_ledger_is_found(database, old, new, p
     assert any(problem in line for line in check_trainer_logs(logs, read_commits(database)))
 
 
-def test_every_older_epoch_must_be_sealed(tmp_path):
-    for epoch, entries in {0: [b"entry", b"sealed"], 1: [b"entry"]}.items():
-        (tmp_path / "ledger" / str(epoch)).mkdir(parents=True)
-        (tmp_path / "epoch").mkdir(exist_ok=True)
-        (tmp_path / "epoch" / str(epoch)).write_text("[0, 0]" if epoch else "null")
+def test_every_older_term_must_be_sealed(tmp_path):
+    for term, entries in {0: [b"entry", b"sealed"], 1: [b"entry"]}.items():
+        (tmp_path / "ledger" / str(term)).mkdir(parents=True)
+        (tmp_path / "term").mkdir(exist_ok=True)
+        (tmp_path / "term" / str(term)).write_text("[0, 0]" if term else "null")
         for number, data in enumerate(entries):
-            (tmp_path / "ledger" / str(epoch) / str(number)).write_bytes(data)
+            (tmp_path / "ledger" / str(term) / str(number)).write_bytes(data)
     assert list(check_heads(tmp_path, [(1, "1.0", "", "")])) == []
     (tmp_path / "ledger" / "0" / "2").write_bytes(b"entry")
     assert any("expected one seal, at its end" in line for line in check_heads(tmp_path, []))

@@ -126,7 +126,7 @@ def test_thread_polls_and_names_the_call(tmp_path):
         (SupervisorState.FILE, SupervisorState.read),
         (ADDRESS_BOOK_FILE, read_addresses),
         (MANIFEST_FILE, Manifest.read),
-        ("epoch", lambda path: DirectoryStore(path).read("epoch")),
+        ("term", lambda path: DirectoryStore(path).read("term")),
         ("trainer.log", lambda path: ProcessLog(path / "trainer.log").tail()),
     ],
 )

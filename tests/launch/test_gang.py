@@ -99,14 +99,14 @@ async def test_trainer_with_one_rank_has_a_token_and_a_process_on_the_head_has_n
     waits = f"import time\nwhile not os.path.exists({path}) or not os.path.getsize({path}): time.sleep(0.01)\n"
     leader = waits + "sys.exit('RAMIFY_GANG_TOKEN' in os.environ)"
     specs = [trainer, build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)]
-    assert await supervise(specs, restarts=0, epoch=1) is RunOutcome.FINISHED
+    assert await supervise(specs, restarts=0, term=1) is RunOutcome.FINISHED
     assert (tmp_path / "trainer.token").read_text() == "1.0"
 
 
 @pytest.mark.parametrize(
-    ("epoch", "tokens"), [(1, ["1.5", "1.7", ""]), (2, ["2.0", "2.0", ""])], ids=["same head", "another head"]
+    ("term", "tokens"), [(1, ["1.5", "1.7", ""]), (2, ["2.0", "2.0", ""])], ids=["same head", "another head"]
 )
-async def test_restarted_supervisor_continues_the_tokens_of_its_epoch_and_waits_for_leases(tmp_path, epoch, tokens):
+async def test_restarted_supervisor_continues_the_tokens_of_its_term_and_waits_for_leases(tmp_path, term, tokens):
     """An earlier process was seen to end, another was not: it may run until its lease has ended.
 
     Its lease is the one that it was started with.
@@ -123,7 +123,7 @@ async def test_restarted_supervisor_continues_the_tokens_of_its_epoch_and_waits_
     seen = []
     specs.append(build_spec(tmp_path, "orchestrator", waits_for("env.pids"), ProcessRole.LEADER))
     started_at = time.monotonic()
-    await supervise(specs, lines=lines, on_change=seen.append, earlier_processes=earlier, epoch=epoch)
+    await supervise(specs, lines=lines, on_change=seen.append, earlier_processes=earlier, term=term)
     assert time.monotonic() - started_at > 1.4
     assert lines == ["env may still run on a node that is not reachable; starting in 1 s"]
     assert (seen[0][1].state, seen[0][1].token) == (ProcessState.SILENT, "1.6")

@@ -55,8 +55,8 @@ def test_head_continues_on_its_own_disk(tmp_path):
     for _ in range(3):
         train_step(config)
     state = read_local_state(config.path)
-    assert (state.epoch, state.next_entry) == (0, 4)  # one at the start of the run
-    assert sorted(path.name for path in (tmp_path / "shared/run/epoch").iterdir()) == ["0"]
+    assert (state.term, state.next_entry) == (0, 4)  # one at the start of the run
+    assert sorted(path.name for path in (tmp_path / "shared/run/term").iterdir()) == ["0"]
     assert (config.path / "checkpoints").readlink() == tmp_path / "shared/run/checkpoints"
 
 
@@ -66,9 +66,9 @@ def test_other_head_continues_from_shared_storage_and_the_old_one_is_refused(tmp
     train_step(first)
     old = start(first)
     new = start(second)
-    assert new.lines == ["this head is epoch 1 of the run and continues after step 1"]
+    assert new.lines == ["this head begins term 1 of the run, after step 1"]
     assert (new.progress().committed, new.progress().incarnation) == (1, 1 << 16)
-    with pytest.raises(ProcessReplaced, match="epoch 0 was ended at entry"):
+    with pytest.raises(ProcessReplaced, match="term 0 was ended at entry"):
         commit_step(old, 1, 1)
     commit_step(new, 1, 1)
     old.store.close()
@@ -84,7 +84,7 @@ def test_command_on_an_old_head_takes_the_run_back(tmp_path):
     train_step(second)
     train_step(first)
     state = read_local_state(first.path)
-    assert state.epoch == 2
+    assert state.term == 2
     with RunStore.open(first.path, write=False) as store:
         assert [commit.incarnation >> 16 for commit in Ledger.open_readonly(store).commits()] == [0, 1, 2]
     assert not (tmp_path / "a/run.old-1/checkpoints").is_symlink()  # it must not touch the files of the new run
@@ -115,14 +115,14 @@ def test_start_waits_for_processes_that_are_ending(tmp_path):
     thread.start()
     train_step(config)
     thread.join()
-    assert read_local_state(config.path).epoch == 0
+    assert read_local_state(config.path).term == 0
 
 
-@pytest.mark.parametrize("interruption", ["epoch", "restoring"])
+@pytest.mark.parametrize("interruption", ["term", "restoring"])
 def test_takeover_that_was_interrupted_is_repeated(tmp_path, monkeypatch, interruption):
     train_step(make_config(tmp_path, "a"))
     config = make_config(tmp_path, "b")
-    target = {"epoch": "ramify.launch.head.restore_run", "restoring": "ramify.launch.head.fsync_path"}[interruption]
+    target = {"term": "ramify.launch.head.restore_run", "restoring": "ramify.launch.head.fsync_path"}[interruption]
     with monkeypatch.context() as patch:
         patch.setattr(target, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         if interruption == "restoring":
@@ -130,13 +130,13 @@ def test_takeover_that_was_interrupted_is_repeated(tmp_path, monkeypatch, interr
         with pytest.raises(KeyboardInterrupt):
             prepare_head(config)
     train_step(config)
-    assert read_local_state(config.path).epoch == 2
+    assert read_local_state(config.path).term == 2
 
 
 def test_head_that_was_lost_before_its_first_entry(tmp_path):
     prepare_head(make_config(tmp_path, "a"))
     train_step(make_config(tmp_path, "b"))
-    assert read_local_state(make_config(tmp_path, "b").path).epoch == 1
+    assert read_local_state(make_config(tmp_path, "b").path).term == 1
 
 
 def test_fresh_run_begins_again_and_ends_the_old_one(tmp_path):
@@ -177,7 +177,7 @@ def test_another_run_of_the_same_name_is_refused_before_the_old_head_is_ended(tm
     with pytest.raises(ConfigInvalid, match=r"shared/run holds a run with another identity"):
         prepare_head(other)
     train_step(make_config(tmp_path, "a"))
-    assert read_local_state(tmp_path / "a/run").epoch == 0
+    assert read_local_state(tmp_path / "a/run").term == 0
 
 
 def test_finished_run_is_finished_on_every_head(tmp_path):

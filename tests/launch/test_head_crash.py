@@ -67,17 +67,17 @@ def run_head(home: Path, name: str, seconds: float) -> int:
 def test_acknowledged_commits_survive_heads_that_are_killed():
     rng = random.Random(3)
     with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
-        home, epoch, acknowledged = Path(folder), 0, 0
+        home, term, acknowledged = Path(folder), 0, 0
         for _ in range(ROUNDS):
-            last = run_head(home, f"head{epoch}", rng.random() * 0.3)
+            last = run_head(home, f"head{term}", rng.random() * 0.3)
             assert last > acknowledged
             acknowledged = last
             if rng.random() < 0.5:  # the disk is lost too
-                shutil.rmtree(home / f"head{epoch}")
-                epoch += 1
+                shutil.rmtree(home / f"head{term}")
+                term += 1
         last = run_head(home, "last", 0.0)
         config = make_config(home, "last")
-        assert read_local_state(config.path).epoch == len(list((home / "shared/run/epoch").iterdir())) - 1
+        assert read_local_state(config.path).term == len(list((home / "shared/run/term").iterdir())) - 1
         with RunStore.open(config.path) as store:
             ledger = Ledger.open(store)
             assert [commit.version for commit in ledger.commits()] == list(range(1, ledger.progress().committed + 1))

@@ -29,14 +29,14 @@ def make_specs(tmp_path, duration=60.0):
 @contextlib.contextmanager
 def run_head(tmp_path, config, duration=60.0, states=(ProcessState.ENDED, ProcessState.ENDED)):
     """Run a head, whose processes are in these states at its end. Without them, it is lost."""
-    epoch = prepare_head(config, print_line=lambda line: None)
+    term = prepare_head(config, print_line=lambda line: None)
     specs = make_specs(tmp_path, duration)
-    with hold_leases(config.path, config.shared_path, epoch, specs, InProcessLauncher()) as earlier:
+    with hold_leases(config.path, config.shared_path, term, specs, InProcessLauncher()) as earlier:
         yield earlier
         if not states:
             raise KeyboardInterrupt
         statuses = [
-            ProcessStatus(name, state, 1, 0, 0.0, token=f"{epoch}.0", replacement_delay=duration)
+            ProcessStatus(name, state, 1, 0, 0.0, token=f"{term}.0", replacement_delay=duration)
             for name, state in zip("ab", states)
         ]
         SupervisorState.begin(config.path, "").with_processes(statuses).write(config.path)
@@ -48,9 +48,9 @@ def find_waits(tmp_path, head) -> dict[str, EarlierProcess]:
         return earlier
 
 
-def make_earlier(duration: float, epoch: int = 0) -> EarlierProcess:
+def make_earlier(duration: float, term: int = 0) -> EarlierProcess:
     delay = LeaseTerms(duration).replacement_delay + POLL_INTERVAL
-    return EarlierProcess(FencingToken(epoch), replacement_delay=delay)
+    return EarlierProcess(FencingToken(term), replacement_delay=delay)
 
 
 def test_new_head_waits_for_the_leases_of_a_lost_one(tmp_path):
@@ -85,17 +85,17 @@ def test_second_of_two_lost_heads_does_not_shorten_the_leases_of_the_first(tmp_p
     for head, duration in (("first", 300.0), ("second", 60.0)):
         with pytest.raises(KeyboardInterrupt), run_head(tmp_path, make_config(tmp_path, head), duration, states=()):
             pass
-    assert find_waits(tmp_path, "third") == {name: make_earlier(300.0, epoch=1) for name in "ab"}
+    assert find_waits(tmp_path, "third") == {name: make_earlier(300.0, term=1) for name in "ab"}
 
 
 def test_head_that_was_replaced_before_it_has_written_its_leases_starts_nothing(tmp_path):
     first = make_config(tmp_path, "first")
     train_step(first)
-    epoch = prepare_head(first, print_line=lambda line: None)
+    term = prepare_head(first, print_line=lambda line: None)
     assert find_waits(tmp_path, "second") == {}
     with (
         pytest.raises(ProcessReplaced),
-        hold_leases(first.path, first.shared_path, epoch, make_specs(tmp_path), InProcessLauncher()),
+        hold_leases(first.path, first.shared_path, term, make_specs(tmp_path), InProcessLauncher()),
     ):
         raise AssertionError("it would start its processes beside the new head's")
 
@@ -105,7 +105,7 @@ def test_damaged_file_is_named(tmp_path):
     train_step(first)
     with run_head(tmp_path, first):
         (first.shared_path / "leases" / "0").write_bytes(b"")
-        with pytest.raises(StorageFailed, match=r"leases/0 is damaged: .*; remove it when no process of epoch 0 runs"):
+        with pytest.raises(StorageFailed, match=r"leases/0 is damaged: .*; remove it when no process of term 0 runs"):
             find_waits(tmp_path, "second")
 
 

@@ -55,8 +55,8 @@ def wait_for(condition, home: Path, name: str) -> None:
         time.sleep(0.02)
 
 
-def count_entries(home: Path, epoch: int) -> int:
-    return sum(path.name.isdecimal() for path in home.glob(f"shared/run/ledger/{epoch}/*"))
+def count_entries(home: Path, term: int) -> int:
+    return sum(path.name.isdecimal() for path in home.glob(f"shared/run/ledger/{term}/*"))
 
 
 def read_commits(run: Path) -> dict[int, FencingToken]:
@@ -73,7 +73,7 @@ def check_finished(home: Path, head: str, num_heads: int) -> None:
     commits = read_commits(home / head / "run")
     assert list(commits) == list(range(1, STEPS + 1))  # every step is in the history once
     assert sorted(commits.values()) == list(commits.values())
-    assert read_local_state(home / head / "run").epoch == num_heads - 1
+    assert read_local_state(home / head / "run").term == num_heads - 1
     with RunStore.open(home / head / "run", write=False) as store:
         trained = [group.number for group in Ledger.open_readonly(store).groups() if group.step is not None]
     assert len(trained) == STEPS * 4 == len(set(trained))
@@ -99,10 +99,10 @@ def test_command_repeated_elsewhere_continues_a_lost_run(tmp_path, moment):
         wait_for(lambda: process.poll() is not None, home, "b")
     text = (home / "b.txt").read_text()
     assert process.returncode == 0, text[-3000:]
-    assert "this head is epoch 1 of the run and continues after step" in text
+    assert "this head begins term 1 of the run, after step" in text
     check_finished(home, "b", num_heads=2)
-    assert {version for version, token in read_commits(home / "b/run").items() if token.epoch == 0} >= committed
-    if max(read_commits(home / "b/run").values()).epoch:  # at a random moment all steps may be committed
+    assert {version for version, token in read_commits(home / "b/run").items() if token.term == 0} >= committed
+    if max(read_commits(home / "b/run").values()).term:  # at a random moment all steps may be committed
         assert (home / f"b/run/weights/1.0-{STEPS:06}").is_dir()
         assert (home / f"shared/run/checkpoints/step_{STEPS:06}-1.0").is_dir()
     shutil.rmtree(home / "b")

@@ -199,7 +199,7 @@ class Simulation:
         overlaps = [0.0]
         for pair in itertools.combinations(self.lifetimes, 2):
             first, second = sorted(pair, key=lambda lifetime: lifetime.token)
-            has_one_head = first.token.epoch == second.token.epoch or self.heads[first.token.epoch].is_lost
+            has_one_head = first.token.term == second.token.term or self.heads[first.token.term].is_lost
             if first.token != second.token and has_one_head:
                 overlaps.append(first.measure_overlap(second))
         return max(overlaps)
@@ -210,13 +210,13 @@ class Head:
 
     def __init__(self, simulation: Simulation, machine: Machine) -> None:
         self.simulation, self.process = simulation, Process(machine)
-        self.token, base = simulation.log.claim_epoch()
+        self.token, base = simulation.log.claim_term()
         entries = dict(simulation.log.list_entries())
         self.committed = msgspec.json.decode(entries[base], type=CommitEntry) if base else CommitEntry()
         self.num_entries, self.pending_append = 0, None
         self.is_replaced = self.is_lost = False
         self.leases = RoleLeases("trainer", self.token, TERMS, num_ranks=NUM_RANKS, now=self.clock())
-        if not self.token.epoch or not simulation.rules.new_head_waits:
+        if not self.token.term or not simulation.rules.new_head_waits:
             self.start_trainer()  # a later head takes the leases of the old one as just granted, and waits
         self.poll()
 
@@ -290,9 +290,9 @@ class Head:
             committed = self.committed
             self.simulation.send(self.process.machine, trainer.process, lambda: trainer.handle_committed(committed))
         elif step > self.committed.step:
-            entry = CommitEntry(step, trainer.token.number, directory, trainer.parent, self.token.epoch)
+            entry = CommitEntry(step, trainer.token.number, directory, trainer.parent, self.token.term)
             self.committed = entry
-            self.pending_append = (LogPosition(self.token.epoch, self.num_entries), entry, trainer)
+            self.pending_append = (LogPosition(self.token.term, self.num_entries), entry, trainer)
             self.num_entries += 1
             self.append(*self.pending_append)
 

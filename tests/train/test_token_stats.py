@@ -68,7 +68,7 @@ def test_a_trainer_that_repeats_a_step_removes_the_files_of_its_predecessors(tmp
     train(tmp_path, 2)
     train(tmp_path, 1, incarnation=2)
     assert list_files(tmp_path) == ["step_000007-2.rank_0.npz"]
-    train(tmp_path, 1, incarnation=FencingToken(epoch=1).number)
+    train(tmp_path, 1, incarnation=FencingToken(term=1).number)
     assert list_files(tmp_path) == ["step_000007-1.0.rank_0.npz"]
 
 

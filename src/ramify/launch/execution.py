@@ -6,7 +6,7 @@ How long the processes of a head may outlive it is recorded where the next head 
 
 A head writes its file before it starts a process, and removes it when it has seen all of them end: a file that is left
 belongs to a head that was lost, or that still runs. A later head counts these seconds from when it reads the file, and
-waits POLL_INTERVAL longer, because the old head may renew leases until it reads the new epoch.
+waits POLL_INTERVAL longer, because the old head may renew leases until it reads the new term.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ EXITED_STATES = (ProcessState.WAITING, ProcessState.ENDED)  # of processes that 
 def hold_leases(
     run: Path,
     shared: Path | None,
-    epoch: int,
+    term: int,
     specs: Sequence[ProcessSpec],
     launcher: Launcher,
     *,
@@ -76,7 +76,7 @@ def hold_leases(
         return
     directory = shared / LEASES_DIR
     with storage_call(directory):
-        earlier_heads = _record_leases(directory, epoch, delays)
+        earlier_heads = _record_leases(directory, term, delays)
     check_newest_head(run)  # after the file was written: otherwise a new head might not have seen it
     try:
         yield {**earlier_heads, **earlier}
@@ -85,7 +85,7 @@ def hold_leases(
         is_recorded = state is not None and state.pid == os.getpid()
         if is_recorded and not any(process.replacement_delay for process in read_earlier_processes(run).values()):
             try:
-                _remove_leases(directory, epoch)
+                _remove_leases(directory, term)
             except OSError as error:  # the next head waits, which does no harm
                 print_line(f"the leases of this head were not removed: {error}")
 
@@ -103,29 +103,29 @@ def read_earlier_processes(run: Path) -> dict[str, EarlierProcess]:
     }
 
 
-def _record_leases(directory: Path, epoch: int, delays: Mapping[str, float]) -> dict[str, EarlierProcess]:
-    """Write the file of a head, and return the processes that heads of earlier epochs may have left, by name."""
-    earlier_heads = _read_earlier_heads(directory, epoch)
+def _record_leases(directory: Path, term: int, delays: Mapping[str, float]) -> dict[str, EarlierProcess]:
+    """Write the file of a head, and return the processes that heads of earlier terms may have left, by name."""
+    earlier_heads = _read_earlier_heads(directory, term)
     directory.mkdir(exist_ok=True)
-    all_delays = _merge_delays(_read_delays(directory, epoch), delays)
-    write_atomically(_get_lease_file(directory, epoch), msgspec.json.encode(all_delays))
+    all_delays = _merge_delays(_read_delays(directory, term), delays)
+    write_atomically(_get_lease_file(directory, term), msgspec.json.encode(all_delays))
     return earlier_heads
 
 
-def _remove_leases(directory: Path, epoch: int) -> None:
+def _remove_leases(directory: Path, term: int) -> None:
     """Remove the files of a head and of those before it."""
-    for number in range(epoch + 1):
+    for number in range(term + 1):
         with watch_storage(directory):
             _get_lease_file(directory, number).unlink(missing_ok=True)
 
 
-def _read_earlier_heads(directory: Path, epoch: int) -> dict[str, EarlierProcess]:
-    """Return the processes that heads of earlier epochs may have left, by name."""
+def _read_earlier_heads(directory: Path, term: int) -> dict[str, EarlierProcess]:
+    """Return the processes that heads of earlier terms may have left, by name."""
     delays: dict[str, float] = {}
-    for number in range(epoch):
+    for number in range(term):
         delays = _merge_delays(delays, _read_delays(directory, number))
     return {  # a head that still runs notices after POLL_INTERVAL that it was replaced
-        name: EarlierProcess(FencingToken(epoch - 1), replacement_delay=delay + POLL_INTERVAL)
+        name: EarlierProcess(FencingToken(term - 1), replacement_delay=delay + POLL_INTERVAL)
         for name, delay in delays.items()
     }
 
@@ -134,19 +134,19 @@ def _merge_delays(delays: Mapping[str, float], others: Mapping[str, float]) -> d
     return {name: max(delays.get(name, 0.0), others.get(name, 0.0)) for name in (*delays, *others)}
 
 
-def _read_delays(directory: Path, epoch: int) -> dict[str, float]:
-    path = _get_lease_file(directory, epoch)
+def _read_delays(directory: Path, term: int) -> dict[str, float]:
+    path = _get_lease_file(directory, term)
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, float])
     except FileNotFoundError:
         return {}
     except msgspec.MsgspecError as error:
-        advice = f"remove it when no process of epoch {epoch} runs any more"
+        advice = f"remove it when no process of term {term} runs any more"
         raise StorageFailed(f"{path} is damaged: {error}; {advice}") from error
 
 
-def _get_lease_file(directory: Path, epoch: int) -> Path:
-    return directory / str(epoch)
+def _get_lease_file(directory: Path, term: int) -> Path:
+    return directory / str(term)
 
 
 class ServiceAddresses:
@@ -213,10 +213,10 @@ def execute_plan(
     launcher = launcher or LocalLauncher()
     lock = contextlib.nullcontext() if is_locked else lock_run(path)
     with plan.reservation, lock, contextlib.ExitStack() as stack:
-        epoch = 0
+        term = 0
         stack.callback(setattr, WATCHDOG, "is_ending", False)  # of the next run in this process
         if config.shared_path is not None:
-            epoch = call_interruptible(
+            term = call_interruptible(
                 partial(prepare_head, config, fresh=fresh, accept_changes=accept_changes, print_line=print_line), "head"
             )
             fresh = False
@@ -229,10 +229,10 @@ def execute_plan(
             return RunResult(path, RunOutcome.FINISHED, did_run=False, steps=steps)
         with storage_call(path):
             plan.write()
-        leases = hold_leases(path, config.shared_path, epoch, plan.process_specs, launcher, print_line=print_line)
+        leases = hold_leases(path, config.shared_path, term, plan.process_specs, launcher, print_line=print_line)
         with hold_weights_directory(config, print_line), leases as earlier:
             try:
-                supervision = _supervise(plan, display, launcher, epoch, earlier)
+                supervision = _supervise(plan, display, launcher, term, earlier)
                 outcome = run_coroutine(supervision, cleanup_timeout=config.launch.grace_period + CLEANUP_TIMEOUT)
                 if outcome is RunOutcome.FINISHED:
                     save_final_weights(config)
@@ -262,7 +262,7 @@ async def _supervise(
     plan: LaunchPlan,
     display: RunDisplay,
     launcher: Launcher,
-    epoch: int,
+    term: int,
     earlier_processes: Mapping[str, EarlierProcess],
 ) -> RunOutcome:
     launch, path = plan.config.launch, plan.config.path
@@ -284,7 +284,7 @@ async def _supervise(
             print_line=print_line,
             on_change=record_statuses,
             launcher=launcher,
-            epoch=epoch,
+            term=term,
             earlier_processes=earlier_processes,
             head_node=plan.placement.head.name,
         )

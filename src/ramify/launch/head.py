@@ -2,11 +2,11 @@
 
 | run directory on this machine | history on shared storage | what happens |
 |---|---|---|
-| belongs to the newest head | | it continues in its epoch |
+| belongs to the newest head | | it continues in its term |
 | none, or a run that had no shared directory | none | this machine becomes the first head |
-| none, or belongs to an earlier head | exists | the next epoch is claimed, and the run directory is restored |
+| none, or belongs to an earlier head | exists | the next term is claimed, and the run directory is restored |
 
-A claimed epoch ends the one before it: if the old head still runs, it can commit nothing more and exits. What it had
+A claimed term ends the one before it: if the old head still runs, it can commit nothing more and exits. What it had
 not committed is sampled and trained again.
 
 Other nodes cannot see the run directory, which is on the disk of the head. So checkpoints, weights, images and token
@@ -118,7 +118,7 @@ def prepare_head(
 ) -> int:
     """Bring the run directory up to date with the newest head, and link it to the shared directory.
 
-    Return the epoch of this head. `fresh` begins the run again. Raises ConfigInvalid if the shared storage is
+    Return the term of this head. `fresh` begins the run again. Raises ConfigInvalid if the shared storage is
     missing, or if its history belongs to another run, unless `accept_changes`; ProcessReplaced if another head takes
     over at the same time.
     """
@@ -130,29 +130,29 @@ def prepare_head(
             _wait_until_unused(run)  # a process that is still ending might create one more entry
         log, state = HeadLog(DirectoryStore(shared)), read_local_state(run)
         if fresh:
-            token, _ = log.claim_epoch(keep_history=False)
+            token, _ = log.claim_term(keep_history=False)
             move_shared_aside(run, shared)
-            _begin_history(run, token.epoch)
+            _begin_history(run, token.term)
         elif state is not None and _is_newest(log, state):
-            token = FencingToken(state.epoch)
+            token = FencingToken(state.term)
         else:
             has_history, identity = _read_history(log)
             if has_history:
                 compare_identities(shared, identity, config.identity, accept_changes)
             elif state is None:  # raises if the run has checkpoints of its own
                 link_shared_directory(run, shared)
-            token, _ = log.claim_epoch()
+            token, _ = log.claim_term()
             old_run = None
             if has_history and run.exists():
                 old_run = _move_older_head(run)
             elif state is not None:  # a start with `fresh` was interrupted, or a head before its first entry
                 old_run = move_shared_aside(run, shared)
-            step = _restore_run(run, shared, token.epoch) if has_history else _begin_history(run, token.epoch)
+            step = _restore_run(run, shared, token.term) if has_history else _begin_history(run, token.term)
             moved = f"; the directory of an older head is {old_run} now" if old_run else ""
-            if token.epoch:
-                print_line(f"this head is epoch {token.epoch} of the run and continues after step {step}{moved}")
+            if token.term:
+                print_line(f"this head begins term {token.term} of the run, after step {step}{moved}")
         link_shared_directory(run, shared)
-        return token.epoch
+        return token.term
 
 
 def read_local_state(run: Path) -> HeadState | None:
@@ -179,12 +179,12 @@ def check_newest_head(run: Path) -> None:
 
 
 def _is_newest(log: HeadLog, state: HeadState) -> bool:
-    """Return whether the head may continue: its epoch is the newest, and every entry of it is its own."""
-    if log.find_newest_epoch() != state.epoch:
+    """Return whether the head may continue: its term is the newest, and every entry of it is its own."""
+    if log.find_newest_term() != state.term:
         return False
-    data = log.read_entry(LogPosition(state.epoch, state.next_entry))
+    data = log.read_entry(LogPosition(state.term, state.next_entry))
     if data is not None and hashlib.sha256(data).hexdigest() == state.pending_digest:
-        data = log.read_entry(LogPosition(state.epoch, state.next_entry + 1))
+        data = log.read_entry(LogPosition(state.term, state.next_entry + 1))
     return data is None
 
 
@@ -199,25 +199,25 @@ def _read_history(log: HeadLog) -> tuple[bool, dict[str, Any] | None]:
     return has_history, identity
 
 
-def _begin_history(run: Path, epoch: int) -> int:
+def _begin_history(run: Path, term: int) -> int:
     """Start the log of a run that has none, but may have run without one; return the last committed step."""
     with RunStore.open(run) as store:
-        start_replication(store, epoch)
+        start_replication(store, term)
         ledger = Ledger.open(store)
-        ledger.begin_epoch(epoch)
+        ledger.begin_term(term)
         return ledger.progress().committed
 
 
-def _restore_run(run: Path, shared: Path, epoch: int) -> int:
+def _restore_run(run: Path, shared: Path, term: int) -> int:
     """Restore the run directory from the history; return the last committed step."""
     partial_path = run.with_name(f".{run.name}.restoring")
     shutil.rmtree(partial_path, ignore_errors=True)
-    restore_run(DirectoryStore(shared), partial_path, epoch)
+    restore_run(DirectoryStore(shared), partial_path, term)
     with RunStore.open(partial_path) as store:
         ledger = Ledger.open(store)
-        ledger.begin_epoch(epoch)
+        ledger.begin_term(term)
         step = ledger.progress().committed
-        RunLog(store).log_event("head_replaced", epoch=epoch, committed=step)
+        RunLog(store).log_event("head_replaced", term=term, committed=step)
     partial_path.rename(run)
     fsync_path(run.parent)
     return step

@@ -133,16 +133,16 @@ def link_newest_weights(config: RunConfig, engine: str = "") -> Path | None:
 def get_served_directory(config: RunConfig) -> Path:
     """Return the directory of the weights that engines are started with.
 
-    In a shared directory it is named by the epoch of the head: a head that was replaced may still use its own.
+    In a shared directory it is named by the term of the head: a head that was replaced may still use its own.
     """
     if config.shared_path is None:
         return config.weights_directory / SERVED_DIR
-    return config.weights_directory / f"{SERVED_DIR}-{_read_epoch(config)}"
+    return config.weights_directory / f"{SERVED_DIR}-{_read_term(config)}"
 
 
-def _read_epoch(config: RunConfig) -> int:
+def _read_term(config: RunConfig) -> int:
     state = read_local_state(config.path)
-    return state.epoch if state is not None else 0
+    return state.term if state is not None else 0
 
 
 def _remove_directories(directories: Sequence[Path], print_line: Callable[[str], None]) -> None:
@@ -164,7 +164,7 @@ def hold_weights_directory(config: RunConfig, print_line: Callable[[str], None] 
     directory = config.weights_directory
     remove_stale_directories()
     if config.shared_path is not None:
-        earlier = [directory / f"{SERVED_DIR}-{epoch}" for epoch in range(_read_epoch(config))]
+        earlier = [directory / f"{SERVED_DIR}-{term}" for term in range(_read_term(config))]
         _remove_directories(earlier, print_line)
     try:
         with lock_directory(directory):

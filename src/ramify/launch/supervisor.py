@@ -88,7 +88,7 @@ class Supervisor:
 
     `max_restarts` is per process and hour. `print_line` gets messages for the user, `on_change` the status of all
     processes after every change, in a thread of its own. `earlier_processes` were started by earlier supervisors and
-    heads: one of them that may still run on a node is replaced when its lease has ended. `epoch` is this head's, and
+    heads: one of them that may still run on a node is replaced when its lease has ended. `term` is this head's, and
     part of the tokens of its processes. `head_node` is the name of this machine in the cluster.
     """
 
@@ -102,12 +102,12 @@ class Supervisor:
         on_change: OnChange | None = None,
         launcher: Launcher | None = None,
         earlier_processes: Mapping[str, EarlierProcess] | None = None,
-        epoch: int = 0,
+        term: int = 0,
         head_node: str = "",
         settings: SupervisorSettings | None = None,
     ) -> None:
         self._settings = settings = settings or SupervisorSettings()
-        self.process_specs, self.grace_period, self.epoch = list(process_specs), grace_period, epoch
+        self.process_specs, self.grace_period, self.term = list(process_specs), grace_period, term
         self._print_line, self._on_change, self._launcher = print_line, on_change, launcher or LocalLauncher()
         self._head_node = head_node
         self._leases: dict[str, RoleLeases] = {}
@@ -281,10 +281,10 @@ class Supervisor:
         """Return the first token of a process, when one that an earlier supervisor has started cannot run any more."""
         earlier = self._earlier_processes.get(spec.name)
         if earlier is None:
-            return FencingToken(self.epoch)
+            return FencingToken(self.term)
         if earlier.replacement_delay is not None:  # its lease may have been renewed just now
             await self._wait_until_dead(read_lease_clock() + earlier.replacement_delay, spec)
-        return max(earlier.token.next_incarnation(), FencingToken(self.epoch))
+        return max(earlier.token.next_incarnation(), FencingToken(self.term))
 
     async def _wait_until_dead(self, dead_at: float, spec: ProcessSpec) -> None:
         """Wait until a process that may still run is dead for certain, at `dead_at` on the clock of leases."""

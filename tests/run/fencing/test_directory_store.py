@@ -33,10 +33,10 @@ def test_each_name_is_created_once_and_complete(tmp_path):
 
 
 def test_missing_name_and_unusable_directory(tmp_path):
-    assert DirectoryStore(tmp_path).read("epoch/0") is None
-    (tmp_path / "epoch").write_text("a file")
-    with pytest.raises(OSError, match="epoch"):
-        DirectoryStore(tmp_path).create("epoch/0", b"")
+    assert DirectoryStore(tmp_path).read("term/0") is None
+    (tmp_path / "term").write_text("a file")
+    with pytest.raises(OSError, match="term"):
+        DirectoryStore(tmp_path).create("term/0", b"")
 
 
 def test_a_name_is_on_disk_with_its_directories_also_when_a_failed_creation_is_repeated(tmp_path, monkeypatch):
@@ -62,10 +62,10 @@ def test_a_name_is_on_disk_with_its_directories_also_when_a_failed_creation_is_r
 @pytest.mark.promise
 def test_second_head_ends_the_first_one(tmp_path):
     log = HeadLog(DirectoryStore(tmp_path))
-    first, _ = log.claim_epoch()
-    log.append(LogPosition(first.epoch, 0), b"version 20")
-    second, base = HeadLog(DirectoryStore(tmp_path)).claim_epoch()
-    assert (second.epoch, base) == (1, LogPosition(0, 0))
+    first, _ = log.claim_term()
+    log.append(LogPosition(first.term, 0), b"version 20")
+    second, base = HeadLog(DirectoryStore(tmp_path)).claim_term()
+    assert (second.term, base) == (1, LogPosition(0, 0))
     with pytest.raises(ProcessReplaced):
-        log.append(LogPosition(first.epoch, 1), b"version 40")
+        log.append(LogPosition(first.term, 1), b"version 40")
     assert [data for _, data in log.list_entries()] == [b"version 20"]

@@ -34,10 +34,10 @@ class SimpleHead:
 
     def __init__(self, log, name):
         self.log, self.name, self.acknowledged, self.is_busy = log, name, [], False
-        self.token, self.base = log.claim_epoch()
+        self.token, self.base = log.claim_term()
 
     def append(self):
-        position = LogPosition(self.token.epoch, len(self.acknowledged))
+        position = LogPosition(self.token.term, len(self.acknowledged))
         data = f"{self.name}:{position.number}".encode()
         if not self.is_busy:  # a head makes one entry after another
             self.is_busy = True
@@ -49,11 +49,11 @@ class SimpleHead:
 def test_new_head_continues_after_the_last_entry():
     log = HeadLog(Storage())
     first = SimpleHead(log, "a")
-    assert (first.token.epoch, first.base) == (0, None)
+    assert (first.token.term, first.base) == (0, None)
     first.append(), first.append()
     second = SimpleHead(log, "b")
-    assert (second.token.epoch, second.base) == (1, LogPosition(0, 1))
-    with pytest.raises(ProcessReplaced, match="epoch 0 was ended at entry 2"):
+    assert (second.token.term, second.base) == (1, LogPosition(0, 1))
+    with pytest.raises(ProcessReplaced, match="term 0 was ended at entry 2"):
         first.append()
     second.append()
     assert [data for _, data in log.list_entries()] == [b"a:0", b"a:1", b"b:0"]
@@ -76,8 +76,8 @@ def test_append_may_be_repeated():
     assert len(log.list_entries()) == 1
 
 
-def test_missing_epoch_is_named():
-    with pytest.raises(StorageFailed, match="epoch/3 is missing"):
+def test_missing_term_is_named():
+    with pytest.raises(StorageFailed, match="term/3 is missing"):
         HeadLog(Storage()).read_base(3)
 
 

@@ -61,7 +61,7 @@ def test_token_alone_is_safe():
 def test_faults_really_replace_trainers_and_heads():
     simulations = [simulate(make_schedule(seed)) for seed in range(10)]
     tokens = {lifetime.token for simulation in simulations for lifetime in simulation.lifetimes}
-    assert {token.epoch for token in tokens} > {0, 1} and {token.incarnation for token in tokens} > {0, 1}
+    assert {token.term for token in tokens} > {0, 1} and {token.incarnation for token in tokens} > {0, 1}
     assert all(simulation.check_history() for simulation in simulations)
 
 

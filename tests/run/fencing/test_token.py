@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.core.errors import ProcessReplaced
-from ramify.run.fencing.token import MAX_EPOCH, MAX_INCARNATION, TOKEN_PATTERN, FencingToken, TokenGate, check_token
+from ramify.run.fencing.token import MAX_INCARNATION, MAX_TERM, TOKEN_PATTERN, FencingToken, TokenGate, check_token
 
-tokens = st.builds(FencingToken, st.integers(0, MAX_EPOCH), st.integers(0, MAX_INCARNATION))
+tokens = st.builds(FencingToken, st.integers(0, MAX_TERM), st.integers(0, MAX_INCARNATION))
 
 
 @given(tokens, tokens)
@@ -19,7 +19,7 @@ def test_number_and_text_keep_token_and_order(first, second):
     assert first.number < 2**31 and re.fullmatch(TOKEN_PATTERN, str(first))
 
 
-def test_epoch_0_reads_like_a_plain_incarnation():
+def test_term_0_reads_like_a_plain_incarnation():
     assert (str(FencingToken(0, 3)), FencingToken(0, 3).number, str(FencingToken(1, 3))) == ("3", 3, "1.3")
 
 

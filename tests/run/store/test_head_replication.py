@@ -59,11 +59,11 @@ def shared():
 
 @contextlib.contextmanager
 def open_head(path: Path, shared, **settings):
-    """Open a run, in its first epoch if it is new, with a ledger whose commits are replicated."""
+    """Open a run, in its first term if it is new, with a ledger whose commits are replicated."""
     with RunStore.open(path) as store:
         ledger = Ledger.open(store)
         if head_replication.read_state(store) is None:
-            start_replication(store, HeadLog(shared).claim_epoch()[0].epoch)
+            start_replication(store, HeadLog(shared).claim_term()[0].term)
         replicator = HeadReplicator(store, shared, lambda number: path / "top_logprobs" / f"{number}.bin", **settings)
         ledger.replicate = replicator.replicate
         yield ledger
@@ -75,7 +75,7 @@ def dump(store):
 
 def assert_restored(shared, tmp_path, committed):
     """Restore the run from the shared storage, and compare it with what was committed."""
-    restore_run(shared, tmp_path / "restored", epoch=1)
+    restore_run(shared, tmp_path / "restored", term=1)
     with RunStore.open(tmp_path / "restored") as store:
         assert dump(store) == committed
         assert check_storage(store) == []
@@ -97,12 +97,12 @@ def test_restored_run_is_the_run_at_its_last_commit(tmp_path, shared):
         committed, texts = dump(ledger.store), read_replies(ledger.store)
         sample(ledger, 5, 1)  # after the last commit: it is sampled again
     assert count_entries(shared) == 3
-    restore_run(shared, tmp_path / "restored", epoch=1)
+    restore_run(shared, tmp_path / "restored", term=1)
     with RunStore.open(tmp_path / "restored") as store:
         assert dump(store) == committed
         assert read_replies(store) == texts
         assert (check_storage(store), audit(Ledger.open_readonly(store), finished=False)) == ([], [])
-        assert head_replication.read_state(store).epoch == 1
+        assert head_replication.read_state(store).term == 1
         assert states(Ledger.open_readonly(store))[5] == "issued"
 
 
@@ -180,8 +180,8 @@ def test_replaced_head_cannot_commit(tmp_path, shared, monkeypatch):
     monkeypatch.setattr(head_replication, "POLL_INTERVAL", 0.01)
     with open_head(tmp_path / "run", shared) as ledger:
         commit_step(ledger, 0, 0)
-        HeadLog(shared).claim_epoch()
-        with pytest.raises(ProcessReplaced, match="epoch 0 was ended at entry 1: a newer head took over"):
+        HeadLog(shared).claim_term()
+        with pytest.raises(ProcessReplaced, match="term 0 was ended at entry 1: a newer head took over"):
             commit_step(ledger, 1, 1)
         with pytest.raises(ProcessReplaced):  # also a head that commits nothing
             asyncio.run(asyncio.wait_for(HeadReplicator(ledger.store, shared).watch_for_newer_head(), 10))
@@ -218,7 +218,7 @@ def test_files_of_groups_are_restored(tmp_path, shared):
         commit_step(ledger, 0, 0)
         (tmp_path / "run/top_logprobs/1.bin").write_bytes(b"of the next group")
         commit_step(ledger, 1, 1)
-    restore_run(shared, tmp_path / "restored", epoch=1)
+    restore_run(shared, tmp_path / "restored", term=1)
     files = {file.name: file.read_bytes() for file in (tmp_path / "restored/top_logprobs").iterdir()}
     assert files == {"0.bin": b"likeliest tokens", "1.bin": b"of the next group"}
 
@@ -231,12 +231,12 @@ def test_damage_on_shared_storage_is_named(tmp_path):
     data = part.read_bytes()
     part.write_bytes(data[:-1])
     with pytest.raises(StorageFailed, match=r"parts/../\w+ is damaged, and traces/000000.seg cannot be restored"):
-        restore_run(store, tmp_path / "a", epoch=1)
+        restore_run(store, tmp_path / "a", term=1)
     part.write_bytes(data)
     entry = tmp_path / "shared/ledger/0/0"
     entry.write_bytes(entry.read_bytes()[:-1])
     with pytest.raises(StorageFailed, match="ledger/0/0 is damaged"):
-        restore_run(store, tmp_path / "b", epoch=1)
+        restore_run(store, tmp_path / "b", term=1)
 
 
 def test_run_that_was_local_before_is_in_its_first_entry(tmp_path, shared):
@@ -247,18 +247,18 @@ def test_run_that_was_local_before_is_in_its_first_entry(tmp_path, shared):
     with open_head(tmp_path / "run", shared) as ledger:
         run_all(ledger.replicate())
         committed = dump(ledger.store)
-    restore_run(shared, tmp_path / "restored", epoch=1)
+    restore_run(shared, tmp_path / "restored", term=1)
     with RunStore.open(tmp_path / "restored") as store:
         assert dump(store) == committed
         assert len(read_replies(store)) == 3
 
 
-def test_new_epoch_has_a_higher_trainer(tmp_path, shared):
+def test_new_term_has_a_higher_trainer(tmp_path, shared):
     with open_head(tmp_path / "run", shared) as ledger:
         run_all(ledger.register_trainer())
         commit_step(ledger, 0, 0)
         old = ledger.progress().incarnation
-        ledger.begin_epoch(2)
+        ledger.begin_term(2)
         progress = ledger.progress()
         assert (progress.incarnation, progress.registered, progress.acknowledged) == (2 << 16, 0, 1)
         issue_and_score(ledger, 1)
@@ -283,7 +283,7 @@ def test_rollout_that_is_stored_in_the_transaction_of_an_entry_is_complete_in_it
             release.set()
             entry.result(10)
         assert set(read_replies(store)) == {"r1"}
-    restore_run(shared, tmp_path / "restored", epoch=1)
+    restore_run(shared, tmp_path / "restored", term=1)
     with RunStore.open(tmp_path / "restored") as store:
         assert check_storage(store) == []
         assert set(read_replies(store)) == {"r1"}

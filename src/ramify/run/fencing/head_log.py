@@ -1,12 +1,12 @@
 """Which head of a run counts, decided by storage that creates a name at most once.
 
-    epoch/<k>       a head took over the run as epoch k; says after which entry of which epoch it continues
-    ledger/<k>/<n>  entry n of epoch k: what head k committed, or a seal
+    term/<k>        a head began term k of the run; says after which entry of which term it continues
+    ledger/<k>/<n>  entry n of term k: what head k committed, or a seal
 
-The entries of an epoch have consecutive numbers. A new head first *seals* the newest epoch: it creates the next free
-entry as a seal, so that the old head, if it still runs, can commit nothing more. Then it creates the next epoch, which
+The entries of a term have consecutive numbers. A new head first *seals* the newest term: it creates the next free
+entry as a seal, so that the old head, if it still runs, can commit nothing more. Then it creates the next term, which
 continues after the last entry before the seal. Both steps are single creations, so a new head may fail or be paused
-between them, and of two new heads one wins. An entry counts if it lies on the chain of epochs that the newest one
+between them, and of two new heads one wins. An entry counts if it lies on the chain of terms that the newest one
 continues. When an entry was created, every later head continues after it or after a later one.
 """
 
@@ -97,32 +97,32 @@ class CreateOnceStore(Protocol):
 class LogPosition(NamedTuple):
     """One entry of the head log."""
 
-    epoch: int
+    term: int
     number: int
 
 
 class HeadLog:
-    """The epochs and entries of one run in `store`."""
+    """The terms and entries of one run in `store`."""
 
     def __init__(self, store: CreateOnceStore) -> None:
         self._store = store
 
-    def claim_epoch(self, *, keep_history: bool = True) -> tuple[FencingToken, LogPosition | None]:
+    def claim_term(self, *, keep_history: bool = True) -> tuple[FencingToken, LogPosition | None]:
         """Take over the run. Return the token of the new head, and the entry that it continues after, if any.
 
-        Without `keep_history` the run begins again: the entries of earlier epochs do not count any more. Raises
+        Without `keep_history` the run begins again: the entries of earlier terms do not count any more. Raises
         ProcessReplaced if another head took over at the same time.
         """
-        newest = self.find_newest_epoch()
+        newest = self.find_newest_term()
         base = None if newest is None else self._seal(newest)
         base = base if keep_history else None
         token = FencingToken(0 if newest is None else newest + 1)
-        if not self._store.create(_epoch_name(token.epoch), msgspec.json.encode(base)):
-            raise ProcessReplaced(f"another head took over as epoch {token.epoch} at the same time; this one must exit")
+        if not self._store.create(_term_name(token.term), msgspec.json.encode(base)):
+            raise ProcessReplaced(f"another head began term {token.term} at the same time; this one must exit")
         return token, base
 
     def append(self, position: LogPosition, data: bytes) -> None:
-        """Append what the head of `position.epoch` has committed; it counts once this returns.
+        """Append what the head of `position.term` has committed; it counts once this returns.
 
         If the outcome is unknown, because the storage did not answer, the same call may be repeated. Every head must
         write different `data`. Raises ProcessReplaced if another head has taken over.
@@ -134,7 +134,7 @@ class HeadLog:
             raise _make_ended_error(position)
 
     def check_not_ended(self, position: LogPosition) -> None:
-        """Raise ProcessReplaced if a newer head has ended the epoch at `position`, the next entry of its head."""
+        """Raise ProcessReplaced if a newer head has ended the term at `position`, the next entry of its head."""
         if self._store.read(_entry_name(position)) == SEAL:
             raise _make_ended_error(position)
 
@@ -142,37 +142,37 @@ class HeadLog:
         """Return the data of one entry; None if it does not exist."""
         return self._store.read(_entry_name(position))
 
-    def find_newest_epoch(self) -> int | None:
-        """Return the newest epoch; None for a run that no head has taken over."""
-        epoch = -1
-        while self._store.read(_epoch_name(epoch + 1)) is not None:
-            epoch += 1
-        return epoch if epoch >= 0 else None
+    def find_newest_term(self) -> int | None:
+        """Return the newest term; None for a run that no head has taken over."""
+        term = -1
+        while self._store.read(_term_name(term + 1)) is not None:
+            term += 1
+        return term if term >= 0 else None
 
-    def read_base(self, epoch: int) -> LogPosition | None:
-        """Return the entry after which an epoch continues; None if it begins the run."""
-        if (data := self._store.read(_epoch_name(epoch))) is None:
-            raise StorageFailed(f"{_epoch_name(epoch)} is missing from the shared storage; restore it")
+    def read_base(self, term: int) -> LogPosition | None:
+        """Return the entry after which a term continues; None if it begins the run."""
+        if (data := self._store.read(_term_name(term))) is None:
+            raise StorageFailed(f"{_term_name(term)} is missing from the shared storage; restore it")
         return msgspec.json.decode(data, type=LogPosition | None)
 
     def iter_entries(self) -> Iterator[tuple[LogPosition, bytes]]:
-        """Yield the entries that count, in order: those on the chain of the newest epoch.
+        """Yield the entries that count, in order: those on the chain of the newest term.
 
-        Raises StorageFailed if one is missing that a later epoch continues.
+        Raises StorageFailed if one is missing that a later term continues.
         """
-        epochs: list[tuple[int, LogPosition | None]] = []  # with the last entry that counts, newest epoch first
-        epoch, last = self.find_newest_epoch(), None
-        while epoch is not None:
-            epochs.append((epoch, last))
-            last = self.read_base(epoch)
-            epoch = None if last is None else last.epoch
-        for epoch, last in reversed(epochs):
-            position = LogPosition(epoch, 0)
-            for position, data in self._iter_epoch(epoch):
+        terms: list[tuple[int, LogPosition | None]] = []  # with the last entry that counts, newest term first
+        term, last = self.find_newest_term(), None
+        while term is not None:
+            terms.append((term, last))
+            last = self.read_base(term)
+            term = None if last is None else last.term
+        for term, last in reversed(terms):
+            position = LogPosition(term, 0)
+            for position, data in self._iter_term(term):
                 if data == SEAL or (last is not None and position > last):
                     break
                 yield position, data
-                position = LogPosition(epoch, position.number + 1)
+                position = LogPosition(term, position.number + 1)
             if last is not None and position <= last:
                 raise StorageFailed(f"{_entry_name(position)} is missing from the shared storage; restore it")
 
@@ -180,29 +180,29 @@ class HeadLog:
         """Return the entries that count, in order."""
         return list(self.iter_entries())
 
-    def _seal(self, epoch: int) -> LogPosition | None:
-        """Let the epoch end at its next free entry. Return the last entry before it, of this or an earlier epoch."""
-        number = sum(data != SEAL for _, data in self._iter_epoch(epoch))  # reading is cheaper than trying to create
-        while not self._store.create(_entry_name(LogPosition(epoch, number)), SEAL):
-            if self._store.read(_entry_name(LogPosition(epoch, number))) == SEAL:
-                break  # by another head that has not begun the next epoch yet
+    def _seal(self, term: int) -> LogPosition | None:
+        """Let the term end at its next free entry. Return the last entry before it, of this or an earlier term."""
+        number = sum(data != SEAL for _, data in self._iter_term(term))  # reading is cheaper than trying to create
+        while not self._store.create(_entry_name(LogPosition(term, number)), SEAL):
+            if self._store.read(_entry_name(LogPosition(term, number))) == SEAL:
+                break  # by another head that has not begun the next term yet
             number += 1
-        return LogPosition(epoch, number - 1) if number else self.read_base(epoch)
+        return LogPosition(term, number - 1) if number else self.read_base(term)
 
-    def _iter_epoch(self, epoch: int) -> Iterator[tuple[LogPosition, bytes]]:
-        position = LogPosition(epoch, 0)
+    def _iter_term(self, term: int) -> Iterator[tuple[LogPosition, bytes]]:
+        position = LogPosition(term, 0)
         while (data := self._store.read(_entry_name(position))) is not None:
             yield position, data
-            position = LogPosition(epoch, position.number + 1)
+            position = LogPosition(term, position.number + 1)
 
 
 def _make_ended_error(position: LogPosition) -> ProcessReplaced:
-    return ProcessReplaced(f"epoch {position.epoch} was ended at entry {position.number}: a newer head took over")
+    return ProcessReplaced(f"term {position.term} was ended at entry {position.number}: a newer head took over")
 
 
-def _epoch_name(epoch: int) -> str:
-    return f"epoch/{epoch}"
+def _term_name(term: int) -> str:
+    return f"term/{term}"
 
 
 def _entry_name(position: LogPosition) -> str:
-    return f"ledger/{position.epoch}/{position.number}"
+    return f"ledger/{position.term}/{position.number}"

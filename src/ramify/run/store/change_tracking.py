@@ -21,7 +21,7 @@ TRACKING_TABLES = ("head_log", "changed_rows")
 KEYS_PER_QUERY = 500
 _CREATE_TRACKING = """
 CREATE TABLE IF NOT EXISTS head_log (
-    epoch INTEGER NOT NULL, next_entry INTEGER NOT NULL, pending_digest TEXT NOT NULL, generation INTEGER NOT NULL,
+    term INTEGER NOT NULL, next_entry INTEGER NOT NULL, pending_digest TEXT NOT NULL, generation INTEGER NOT NULL,
     segment INTEGER NOT NULL, segment_length INTEGER NOT NULL, tables_version INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS changed_rows (
     generation INTEGER NOT NULL, table_name TEXT NOT NULL, key TEXT NOT NULL,
@@ -32,12 +32,12 @@ CREATE TABLE IF NOT EXISTS changed_rows (
 class HeadState(NamedTuple):
     """What a head knows of its own entries, stored in its run directory.
 
-    `next_entry` is the number of the next entry of `epoch`. `pending_digest` identifies an entry that may have been
+    `next_entry` is the number of the next entry of `term`. `pending_digest` identifies an entry that may have been
     created already; "" if there is none. Trace segments are in the log up to byte `segment_length` of `segment`.
     `tables_version` is the version of the tables in the last entry; -1 before the first one.
     """
 
-    epoch: int
+    term: int
     next_entry: int = 0
     pending_digest: str = ""
     generation: int = 0

@@ -69,7 +69,7 @@ class HeadReplicator:
     @property
     def position(self) -> LogPosition:
         """The next entry of this head."""
-        return LogPosition(self._state.epoch, self._state.next_entry)
+        return LogPosition(self._state.term, self._state.next_entry)
 
     async def replicate(self) -> None:
         """Create an entry with all changes, if there are any; return when it exists.
@@ -190,9 +190,9 @@ class HeadReplicator:
         self._store.submit_change(apply).result()
 
 
-def start_replication(store: RunStore, epoch: int) -> None:
+def start_replication(store: RunStore, term: int) -> None:
     """Track the changes of a run that has no log yet; its first entry will have all of it."""
-    store.submit_change(lambda connection: start_tracking(connection, HeadState(epoch))).result()
+    store.submit_change(lambda connection: start_tracking(connection, HeadState(term))).result()
 
 
 def read_state(store: RunStore) -> HeadState | None:
@@ -202,8 +202,8 @@ def read_state(store: RunStore) -> HeadState | None:
     return HeadState(*rows[0]) if rows else None
 
 
-def restore_run(shared: CreateOnceStore, directory: Path, epoch: int) -> None:
-    """Write database, traces and group files as of the last entry into `directory`, for the head of `epoch`.
+def restore_run(shared: CreateOnceStore, directory: Path, term: int) -> None:
+    """Write database, traces and group files as of the last entry into `directory`, for the head of `term`.
 
     Raises StorageFailed if an entry or a part is missing or damaged.
     """
@@ -218,5 +218,5 @@ def restore_run(shared: CreateOnceStore, directory: Path, epoch: int) -> None:
         query = "SELECT number, length FROM segments ORDER BY number DESC LIMIT 1"
         segment, length = connection.execute(query).fetchone() or (0, 0)
         version = read_version(connection)
-        start_tracking(connection, HeadState(epoch, segment=segment, segment_length=length, tables_version=version))
+        start_tracking(connection, HeadState(term, segment=segment, segment_length=length, tables_version=version))
         connection.execute("COMMIT")

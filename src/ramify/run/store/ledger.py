@@ -279,18 +279,18 @@ class Ledger:
         await self._submit_change(apply)
         return registrations[-1]
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Begin the epoch of a new head: its first trainer repeats the steps after the last committed version.
+    def begin_term(self, term: int) -> None:
+        """Begin the term of a new head: its first trainer repeats the steps after the last committed version.
 
-        It returns when the change is durable. In epoch 0 there was no head before, and nothing changes.
+        It returns when the change is durable. In term 0 there was no head before, and nothing changes.
         """
 
         def apply(connection: sqlite3.Connection) -> None:
-            _set_progress(connection, "incarnation", FencingToken(epoch).number)
+            _set_progress(connection, "incarnation", FencingToken(term).number)
             _set_progress(connection, "acknowledged", _get_progress(connection, "committed"))
             _set_progress(connection, "registered", 0)
 
-        if epoch:
+        if term:
             self.store.submit_change(apply).result()
 
     async def roll_back(self, version: int, directory: str, *further_changes: TableChange) -> None:

@@ -52,7 +52,7 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
         """Return the entry that was encoded. Raises StorageFailed if it is damaged."""
         content = data[DIGEST_BYTES:]
         if hashlib.sha256(content).digest() != data[:DIGEST_BYTES]:
-            name = f"ledger/{position.epoch}/{position.number}"
+            name = f"ledger/{position.term}/{position.number}"
             raise StorageFailed(f"{name} is damaged: its content does not match its checksum; restore it from a copy")
         return msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(content), type=cls)
 
