@@ -5,6 +5,8 @@ import subprocess
 import time
 from pathlib import Path
 
+pytestmark = pytest.mark.run
+
 LEASE = 8.0  # seconds
 TIMEOUT = 120.0  # seconds for a process to start, or to be seen as gone
 

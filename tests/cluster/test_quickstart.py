@@ -4,6 +4,8 @@ import pytest
 
 from tests.cluster.cluster_run import ClusterRun
 
+pytestmark = pytest.mark.run
+
 MIN_GAIN = 0.4  # of the mean reward of the eval
 
 

@@ -10,6 +10,8 @@ import pytest
 from tests.cluster.hosts import Hosts
 from tests.cluster.slurm_cluster import SlurmCluster
 
+pytestmark = pytest.mark.run
+
 TIMEOUT = 900.0  # seconds; Slurm waits for two minutes before it starts a requeued job
 RUN = """
 name = "run"
