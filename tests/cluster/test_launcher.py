@@ -5,6 +5,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 pytestmark = pytest.mark.run
 
 LEASE = 8.0  # seconds
