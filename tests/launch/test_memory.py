@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from ramify.infer.config import EngineConfig, VLLMConfig
-from ramify.launch.memory import ModelSize, estimate_engine, estimate_trainer
+from ramify.launch.memory import MAX_MEMORY_FRACTION, ModelSize, estimate_engine, estimate_trainer
 from ramify.model.load import load_model
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.config import RunConfig
@@ -44,17 +44,17 @@ def test_moments_in_8_bits_take_a_quarter(tmp_path):
     size = ModelSize(2 * 10**9, 20, 2048, 8192, 256, num_outer_parameters=10**8)
     runs = [RunConfig(train=[TRAIN], trainer={"optim": {"moments": moments}}) for moments in ("float32", "8bit")]
     wide, compact = (estimate_trainer(run, size, gpu=True, num_ranks=1) for run in runs)
-    assert wide - compact == pytest.approx(5.9375 * 1.9e9, rel=1e-6)
+    assert (wide - compact) * MAX_MEMORY_FRACTION == pytest.approx(5.9375 * 1.9e9, rel=1e-6)
 
 
 def test_states_take_memory_of_the_cache():
     sizes = [ModelSize(10**9, 20, 1024, 4096, 256, state_elements=elements) for elements in (0, 10**6)]
     engine = EngineConfig(kv_cache_tokens=1000, max_running_requests=8, state_snapshots=2)
     plain, recurrent = (estimate_engine(engine, 256, size, num_gpus=1, device_memory=80 << 30) for size in sizes)
-    assert recurrent - plain == (8 + 2) * 10**6 * 4
+    assert (recurrent - plain) * MAX_MEMORY_FRACTION == pytest.approx((8 + 2) * 10**6 * 4)
 
 
 def test_weights_of_an_engine_are_split_over_its_gpus():
     size, engine = ModelSize(10**10, 20, 1024, 4096, 256), VLLMConfig(gpu_memory_utilization=0.01)
     one, two = (estimate_engine(engine, 256, size, num_gpus=gpus, device_memory=80 << 30) for gpus in (1, 2))
-    assert one - two == pytest.approx(10**10, rel=0.01)
+    assert (one - two) * MAX_MEMORY_FRACTION == pytest.approx(10**10, rel=0.01)

@@ -74,7 +74,7 @@ def test_trainer_gets_the_fewest_gpus_that_hold_its_state_and_engines_the_rest()
     trainer = {"activation_checkpointing": True}
     _, (trainer_reason, engine_reason) = build([build_machine(8)], size=LARGE, trainer=trainer)
     assert trainer_reason.startswith("trainer: 2 of 8 GPUs: the fewest that hold its state (") and (
-        trainer_reason.endswith("; there are 76.0 GiB)")
+        trainer_reason.endswith("; there are 80.0 GiB)")
     )
     assert engine_reason == "inference: 6 engines of 1 GPU each, on the GPUs that are left"
 
@@ -96,6 +96,10 @@ def test_gpus_that_are_too_few_for_another_engine_train():
     assert divide(2, **VLLM_2) == {"trainer": (0,), "inference/0": (0, 1)}
     eight = divide(8, **VLLM_2)
     assert len(eight["trainer"]) == 2 and len([name for name in eight if name.startswith("inference/")]) == 3
+
+
+def test_vllm_may_use_almost_all_of_its_gpu():
+    assert len(divide(2, inference={"engine": "vllm", "gpu_memory_utilization": 0.97})) == 2
 
 
 def test_configured_numbers_of_gpus_are_used():

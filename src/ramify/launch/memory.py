@@ -36,6 +36,7 @@ TORCH_BASE_BYTES = 1 << 30  # of a process with torch, without a model
 PROCESS_BASE_BYTES = 150 << 20  # of a process without torch
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4  # per trained parameter
 QUANTIZED_MOMENT_BYTES = 2.0625  # in 8 bits, with their scales
+MAX_MEMORY_FRACTION = 0.95  # of a device that may be used; estimates include the rest
 STATE_BYTES = 4  # per element of a recurrent layer's state
 LORA_PARAMETER_FRACTION = 0.02  # parameters of adapters, relative to the model
 GUESSED_ORIGIN = "guessed from its name"
@@ -129,11 +130,16 @@ def estimate_engine(
     max_len = inference.max_model_len or seq_len
     if isinstance(inference, VLLMConfig):
         vllm_bytes = int(inference.gpu_memory_utilization * device_memory) if num_gpus else 0
-        return max(vllm_bytes, weight_bytes + max_len * token_bytes)
+        return max(vllm_bytes, _add_margin(weight_bytes + max_len * token_bytes))
     state_bytes = (inference.max_running_requests + inference.num_state_snapshots) * model.state_elements * STATE_BYTES
     cache_limit = int(inference.kv_memory_fraction * device_memory) - state_bytes
     cache_tokens = inference.kv_cache_tokens or max_len * inference.max_running_requests
-    return weight_bytes + state_bytes + max(max_len * token_bytes, min(cache_tokens * token_bytes, cache_limit))
+    cache_bytes = max(max_len * token_bytes, min(cache_tokens * token_bytes, cache_limit))
+    return _add_margin(weight_bytes + state_bytes + cache_bytes)
+
+
+def _add_margin(num_bytes: int) -> int:
+    return int(num_bytes / MAX_MEMORY_FRACTION)
 
 
 def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_ranks: int) -> int:
@@ -150,7 +156,7 @@ def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_rank
     if trainer.activation_checkpointing:
         saved_elements = model.num_layers * model.hidden_size + layer_elements
     state_bytes = state_bytes // num_ranks + count_buffer_bytes(config, model, gpu=gpu)
-    return TORCH_BASE_BYTES + state_bytes + trainer.pack_tokens * saved_elements * element_bytes
+    return _add_margin(TORCH_BASE_BYTES + state_bytes + trainer.pack_tokens * saved_elements * element_bytes)
 
 
 def _count_moment_bytes(config: RunConfig, model: ModelSize, num_trained: float) -> int:

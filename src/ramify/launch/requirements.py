@@ -40,7 +40,6 @@ MAX_ENV_SERVER_CORES = 4  # of a derived number of cores
 MAX_ENV_SERVERS = 16  # of a source, if the number is derived
 MAX_THREADS_WITH_GPU = 8  # CPU threads of a process that computes on a GPU
 GPUS_PER_RANK = 8  # one of so many GPUs trains, at least
-MAX_MEMORY_FRACTION = 0.95  # of a device
 
 FindSize = Callable[[str], ModelSize | None]
 
@@ -232,7 +231,7 @@ class GpuDivision:
         size = self.find_size(self.config.model.name)
         if size is None:
             return 1, "the size of the model is unknown"
-        room, sizes = int(MAX_MEMORY_FRACTION * self.gpu_memory), dict[int, int]()
+        room, sizes = self.gpu_memory, dict[int, int]()
         if self.is_shared and not isinstance(inference := self.config.inference, ExternalServersConfig):
             room -= self.estimate_engine(inference, self.config.model.name) or 0
         for num_ranks in range(1, limit + 1):
@@ -323,7 +322,7 @@ class _DemandBuilder:
         self, name: str, role: str, placement: PlacementConfig, gpus: int, estimate: int | None, *, group: str = ""
     ) -> ProcessDemand:
         """Build a demand of a process that computes on its GPUs, with `estimate` bytes each, or in memory."""
-        needed = int((estimate or TORCH_BASE_BYTES) / MAX_MEMORY_FRACTION)
+        needed = estimate or TORCH_BASE_BYTES
         return ProcessDemand(
             name,
             role,
