@@ -100,10 +100,14 @@ def test_8_bits_are_neither_chosen_nor_advised_for_several_ranks(tmp_path):
 
 
 def test_paths_longer_than_a_pack_are_warned_about_not_refused():
-    nodes = [build_machine(2)]
-    assert find_long_path_warning(build_run("org/Some-1B", seq_len=16384), nodes) is None
-    warning = find_long_path_warning(build_run("org/Some-1B", seq_len=131072), nodes)
-    assert warning is not None and "GPU 0 has 80.0 GiB, the run needs about" in warning
+    def find_warning(num_gpus: int, seq_len: int) -> str | None:
+        run = build_run("org/Some-1B", seq_len=seq_len)
+        return find_long_path_warning(run, place_run(run, [build_machine(num_gpus)]))
+
+    assert find_warning(2, 16384) is None
+    warnings = [find_warning(num_gpus, 28000) for num_gpus in (2, 4, 8)]  # the trainer has one rank on each of them
+    assert warnings[0] == warnings[1] == warnings[2]
+    assert warnings[0] is not None and "GPU 0 has 80.0 GiB, the run needs about" in warnings[0]
 
 
 @pytest.fixture

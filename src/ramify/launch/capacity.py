@@ -13,9 +13,9 @@ from ramify.core.config import Config
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import GIB, uses_gpu
-from ramify.launch.memory import ModelSize
+from ramify.launch.memory import ModelSize, estimate_trainer
 from ramify.launch.placement import RunPlacement, place_processes
-from ramify.launch.requirements import FindSize, build_demands, list_planned_nodes
+from ramify.launch.requirements import TRAINER, FindSize, build_demands, list_planned_nodes
 from ramify.orchestrate.config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
 
@@ -130,15 +130,19 @@ def _fits(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) 
     return True
 
 
-def find_long_path_warning(config: RunConfig, nodes: Sequence[ClusterNode]) -> str | None:
+def find_long_path_warning(config: RunConfig, placement: RunPlacement) -> str | None:
     """Return which device is too small for a path of `seq_len` tokens, which is never split; None if none is.
 
     Such a run is not refused, because its paths may all be shorter.
     """
-    if config.seq_len <= config.trainer.pack_tokens:
+    model, demand = ModelSize.from_name(config.model.name), placement.get_demand(TRAINER)
+    if model is None or config.seq_len <= config.trainer.pack_tokens:
         return None
     long_packs = _with_value(config, ["trainer", "pack_tokens"], config.seq_len)
-    shortages = _list_shortages(_place(long_packs, nodes, ModelSize.from_name, check_memory=False))
+    needed = estimate_trainer(long_packs, model, gpu=demand.gpus > 0, num_ranks=demand.num_ranks)
+    larger = dataclasses.replace(demand, **{"gpu_memory" if demand.gpus else "memory": needed})
+    demands = tuple(larger if other is demand else other for other in placement.demands)
+    shortages = _list_shortages(dataclasses.replace(placement, demands=demands))
     if not shortages:
         return None
     advice = "set a smaller seq_len, or trainer.activation_checkpointing = true"

@@ -291,7 +291,7 @@ async def _supervise(
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)
         disk = estimate_disk(plan.config) if plan.model is not None else None
-        memory_warning = find_long_path_warning(plan.config, plan.placement.nodes) if plan.model is not None else None
+        memory_warning = find_long_path_warning(plan.config, plan.placement) if plan.model is not None else None
         for warning in filter(None, [disk and disk.find_warning(), memory_warning]):
             print_line(f"warning: {warning}")
 

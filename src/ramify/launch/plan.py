@@ -106,7 +106,7 @@ def format_plan(config: RunConfig, placement: RunPlacement, origin: str = "") ->
         *list_model_notes(config),
         *list_start_notes(config),
     ]
-    if TRAINER in placement.places and (warning := find_long_path_warning(config, placement.nodes)):
+    if TRAINER in placement.places and (warning := find_long_path_warning(config, placement)):
         notes.append(f"warning: {warning}")
     if model and model.experts_note:
         notes.append(model.experts_note)
