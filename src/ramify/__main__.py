@@ -1,8 +1,8 @@
 """`python -m ramify` is the `ramify` command."""
 
-import sys
-
 from ramify.cli import main
+from ramify.processes.quick_exit import QUICK_EXIT
 
 if __name__ == "__main__":
-    sys.exit(main())
+    QUICK_EXIT.register()
+    QUICK_EXIT.exit(main())

@@ -25,6 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ramify.processes.quick_exit import QUICK_EXIT
 from ramify.processes.watcher import DESCENDANTS_TIMEOUT, die_with_parent, fork_under_watcher
 
 PYTHON_MODULE = (sys.executable, "-m")  # only commands that start like this can be forked
@@ -113,6 +114,7 @@ def main(parent_pid: int, modules: Sequence[str]) -> None:
     The server itself returns when its parent closes the socket.
     """
     die_with_parent(parent_pid)
+    QUICK_EXIT.register()  # before the modules register their handlers
     gc.disable()  # modules are not garbage, and collections take a fifth of the time
     _import_modules(modules)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children; nobody waits for them here
