@@ -68,7 +68,8 @@ DEV_STAMP := .venv/.installed-dev
 RUN_EXTRAS := local,plot,vision
 DEV_EXTRAS := $(RUN_EXTRAS),lora,math,mcp,parquet,prime,renderers,tensorboard,wandb
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
-PYTEST := $(BIN)/pytest -q
+# Pytest stores what it compiles, also where the variable forbids it: three workers would compile everything again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 # With a larger space for young objects, the garbage collector of node takes an eighth less of pyright's time.
 PYRIGHT := NODE_OPTIONS=--max-semi-space-size=128 $(BIN)/pyright --warnings
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
