@@ -31,7 +31,7 @@ class RunLimit:
         self._stderr = os.dup(2)  # tests run with another one
         self._running: dict[str, float] = {}  # tests and when they started
         self.must_sweep = False
-        self._has_ended = threading.Event()
+        self._is_interrupted, self._has_ended = threading.Event(), threading.Event()
         self._run_name = uuid.uuid4().hex
         os.environ[RUN_VARIABLE] = f"{os.environ.get(RUN_VARIABLE, '')}/{self._run_name}"
         self._deadline = time.monotonic() + seconds
@@ -52,6 +52,9 @@ class RunLimit:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, error):
         self.must_sweep |= error is not None
+
+    def pytest_keyboard_interrupt(self):
+        self._is_interrupted.set()
 
     def pytest_unconfigure(self):
         self._timer.cancel()
@@ -82,7 +85,10 @@ class RunLimit:
         session = self._config.pluginmanager.get_plugin("dsession")
         if session is None:
             faulthandler.dump_traceback(self._stderr)
-            os.kill(os.getpid(), signal.SIGINT)
+            deadline = time.monotonic() + self.report_seconds
+            while not self._is_interrupted.is_set() and (seconds := deadline - time.monotonic()) > 0:
+                os.kill(os.getpid(), signal.SIGINT)  # again, since one just before a system call does not interrupt it
+                self._is_interrupted.wait(min(1.0, seconds))
             return
         # A worker that aborts shows its stacks. xdist reports its test as failed, and must not start another worker.
         session.shouldstop = "time limit of the run"
