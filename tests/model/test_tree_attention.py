@@ -12,14 +12,16 @@ from transformers import AutoConfig, LlamaConfig, MistralConfig
 
 from ramify.core.errors import ModelUnsupported
 from ramify.model.kernels.cpu.tree_attention import CpuTreeAttention, split_attention
-from ramify.model.kernels.cuda.causal_attention import (
+from ramify.model.pack_layout import PackLayout, choose_pack_layout
+from ramify.model.tree_attention import (
+    BLOCK_SIZE,
     LENGTH_MULTIPLE,
     MIN_CHAIN_TOKENS,
+    BlockMask,
     ChainLengths,
+    block_sparse_attention,
     causal_attention,
 )
-from ramify.model.pack_layout import PackLayout, choose_pack_layout
-from ramify.model.tree_attention import BLOCK_SIZE, BlockMask, block_sparse_attention
 from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
 from tests.support import reference_ops as reference
 from tests.support.forests import Size, group

@@ -35,7 +35,7 @@ from ramify.run.store.audit import audit
 from ramify.run.store.group_state import DropReason, GroupState
 from ramify.run.store.ledger import Ledger
 from ramify.trace.annotation import TOP_DTYPE
-from ramify.view.token_check import check_trained_tokens
+from ramify.view.training_record import check_trained_tokens
 from tests.support.orchestrator import (
     DIED,
     MEMORY,

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from ramify.orchestrate.batches import BatchGroup, encode_batch, normalize_groups, rebuild_forests
-from ramify.orchestrate.normalization import LossNormalization
+from ramify.orchestrate.batches import BatchGroup, LossNormalization, encode_batch, normalize_groups, rebuild_forests
 from ramify.trace import Annotation
 from tests.support.traces import make_trace, refuse_top_logprobs
 

@@ -7,7 +7,7 @@ import pytest
 
 from ramify.orchestrate.batches import rebuild_forests
 from ramify.run.store import Ledger, RunStore
-from ramify.view.token_check import check_trained_tokens, find_differing_calls
+from ramify.view.training_record import check_trained_tokens, find_differing_calls
 from tests.support.sample_runs import write_rl_run
 from tests.support.traces import refuse_top_logprobs
 

@@ -20,7 +20,7 @@ from ramify.rollout.evals.summary import total_seconds
 from ramify.rollout.evals.trace_view import render_trace_tree
 from ramify.run.store import RolloutRecord, RunStore
 from ramify.view.queries import RunQueries
-from ramify.view.token_check import check_trained_tokens
+from ramify.view.training_record import check_trained_tokens
 
 SortOrder = Literal["index", "worst", "best"]
 

@@ -20,14 +20,13 @@ from ramify.infer.config import ExternalServersConfig
 from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
-from ramify.orchestrate.batches import get_top_logprobs_path
+from ramify.orchestrate.batches import LossNormalization, get_top_logprobs_path
 from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.connections import REPORT_INTERVAL, RunConnections, StartupReport
 from ramify.orchestrate.core import OrchestratorCore, check_task_counts
 from ramify.orchestrate.curriculum import SourceMix, build_curriculum
 from ramify.orchestrate.filters import Filter
-from ramify.orchestrate.normalization import LossNormalization
 from ramify.orchestrate.online_evals import OnlineEvaluator
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.reference_scores import ReferenceScorer

@@ -12,10 +12,9 @@ import numpy as np
 
 from ramify.core.errors import ValueNotFinite
 from ramify.orchestrate.algorithms import Algorithm
-from ramify.orchestrate.batches import BatchGroup
+from ramify.orchestrate.batches import TOKEN_MEAN, BatchGroup, LossNormalization
 from ramify.orchestrate.filters import Filter, apply_filters
 from ramify.orchestrate.group_tracker import GroupTracker
-from ramify.orchestrate.normalization import TOKEN_MEAN, LossNormalization
 from ramify.orchestrate.reference_scores import NodeScores
 from ramify.rollout.evals.stats import safe_mean
 from ramify.run.store.group_state import DropReason
