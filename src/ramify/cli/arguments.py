@@ -35,8 +35,7 @@ class ConfigCall(Generic[C]):
     argv: Sequence[str]
     config: C
     flags: Namespace
-    run_config: "RunConfig | None" = None
-    """The configuration of the whole run, if the file was one."""
+    run_config: "RunConfig | None" = None  # the configuration of the whole run, if the file was one
     crash_reporter: "CrashReporter | None" = None
 
     @property

@@ -77,8 +77,7 @@ class ToolArgumentsInvalid(Exception):
 class Tool(ABC):
     """A function that a model may call by `name`. `schema` describes it to the model, in OpenAI's format."""
 
-    injected_parameters: frozenset[str] = frozenset()
-    """The fields of the context that the tool receives."""
+    injected_parameters: frozenset[str] = frozenset()  # the fields of the context that the tool receives
 
     def __init__(self, name: str, description: str, parameters: Mapping[str, Any]) -> None:
         self.name = name

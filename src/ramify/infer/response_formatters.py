@@ -97,8 +97,7 @@ class StreamedSample:
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: TopLogprobs = field(default_factory=list)
     finish_reason: str | None = None
-    num_shown_chars: int = 0
-    """Characters of the tokens whose logprobs a stream has shown."""
+    num_shown_chars: int = 0  # characters of the tokens whose logprobs a stream has shown
 
     def append(self, output: RequestOutput) -> str:
         """Add an output; return the text that is certain to follow. A stop string ends the sample."""

@@ -23,12 +23,9 @@ class StepWork:
 
     weights: WeightCounts
     element_bytes: int
-    block_bytes: int
-    """Keys and values of a block, in all layers."""
-    state_bytes: int
-    """Recurrent states of a request."""
-    flops_per_pair: float
-    """Attention of a query to a key, in all layers."""
+    block_bytes: int  # keys and values of a block, in all layers
+    state_bytes: int  # recurrent states of a request
+    flops_per_pair: float  # attention of a query to a key, in all layers
     peaks: DevicePeaks
 
     @classmethod

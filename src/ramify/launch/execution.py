@@ -183,10 +183,8 @@ class RunResult(AwaitableResult):
 
     path: Path
     outcome: RunOutcome
-    did_run: bool = True
-    """Whether processes were started; False if the run was already finished."""
-    steps: int = 0
-    """Number of steps of a finished run: fewer than `max_steps` if the tasks ran out."""
+    did_run: bool = True  # whether processes were started; False if the run was already finished
+    steps: int = 0  # number of steps of a finished run: fewer than `max_steps` if the tasks ran out
 
     def table(self) -> list[dict[str, Any]]:
         """Return one dict of metrics per step, for `pandas.DataFrame`."""

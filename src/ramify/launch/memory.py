@@ -51,16 +51,12 @@ class ModelSize:
     num_layers: int = 0
     hidden_size: int = 0
     intermediate_size: int = 0
-    kv_elements: int = 0
-    """Elements of keys and values per token and layer."""
-    state_elements: int = 0
-    """Elements of the states of all recurrent layers, per request."""
+    kv_elements: int = 0  # elements of keys and values per token and layer
+    state_elements: int = 0  # elements of the states of all recurrent layers, per request
     num_recurrent_layers: int = 0
-    num_outer_parameters: int = 0
-    """Parameters of embeddings and head, whose moments are always float32."""
+    num_outer_parameters: int = 0  # parameters of embeddings and head, whose moments are always float32
     origin: str = "from its files"
-    experts_note: str | None = None
-    """What to know about a mixture of experts before it is trained."""
+    experts_note: str | None = None  # what to know about a mixture of experts before it is trained
 
     @property
     def num_kv_layers(self) -> int:
@@ -203,15 +199,11 @@ class DiskEstimate:
 
     directory: Path
     checkpoint: int
-    weights: int
-    """All versions of the published weights that are on the disk at the same time."""
-    num_saves: int
-    """Checkpoints that the run saves until its end."""
+    weights: int  # all versions of the published weights that are on the disk at the same time
+    num_saves: int  # checkpoints that the run saves until its end
     keep_last: int
-    available: int
-    """Free space, and what checkpoints and weights of this run already take."""
-    is_guessed: bool
-    """Whether the size of the model is a guess from its name."""
+    available: int  # free space, and what checkpoints and weights of this run already take
+    is_guessed: bool  # whether the size of the model is a guess from its name
 
     @property
     def num_fitting(self) -> int:

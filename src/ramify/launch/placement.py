@@ -212,11 +212,9 @@ class RunPlacement:
     """The nodes, what the processes need of them, and the place of each rank."""
 
     nodes: tuple[ClusterNode, ...]
-    demands: tuple[ProcessDemand, ...]
-    """Only of processes that have a place."""
+    demands: tuple[ProcessDemand, ...]  # only of processes that have a place
     places: Mapping[str, tuple[Place, ...]]
-    reasons: tuple[str, ...] = ()
-    """Why the GPUs are divided as they are, one line for each role."""
+    reasons: tuple[str, ...] = ()  # why the GPUs are divided as they are, one line for each role
 
     @property
     def head(self) -> ClusterNode:

@@ -73,14 +73,10 @@ class LaunchPlan:
     """As the user wrote it, from which a resumed run is planned again, perhaps for other nodes."""
     process_specs: tuple[ProcessSpec, ...]
     placement: RunPlacement
-    model: ModelSize | None
-    """None if the size of the model is unknown."""
-    orchestrator_address: str
-    """Address that the trainer connects to."""
-    status_address: str
-    """Address of the status server."""
-    reservation: PortReservation
-    """Holds the ports of the orchestrator until the run ends."""
+    model: ModelSize | None  # None if the size of the model is unknown
+    orchestrator_address: str  # address that the trainer connects to
+    status_address: str  # address of the status server
+    reservation: PortReservation  # holds the ports of the orchestrator until the run ends
 
     def write(self) -> None:
         """Write the configuration of the run, and the plan as text, to the run directory."""

@@ -52,30 +52,23 @@ class SlotAddress:
 class ExchangeRequest:
     """What the head wants of the process."""
 
-    granted_renewal: int = 0
-    """Number of the renewal that the head granted last; 0 for none."""
-    start: ProcessStart | None = None
-    """What to start, as long as the head does not know that it was started."""
-    signals: tuple[tuple[int, int], ...] = ()
-    """Numbered signals that the head does not know to be delivered."""
+    granted_renewal: int = 0  # number of the renewal that the head granted last; 0 for none
+    start: ProcessStart | None = None  # what to start, as long as the head does not know that it was started
+    signals: tuple[tuple[int, int], ...] = ()  # numbered signals that the head does not know to be delivered
     is_stop_requested: bool = False
-    log_offset: int = 0
-    """Bytes of the output that the head has."""
+    log_offset: int = 0  # bytes of the output that the head has
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeReply:
     """What the node knows about the process."""
 
-    renewal: int
-    """Number of the renewal of the lease that is sent with this reply; 0 for none."""
+    renewal: int  # number of the renewal of the lease that is sent with this reply; 0 for none
     is_started: bool
     pid: int
     exit_code: int | None
-    last_signal: int
-    """Number of the last signal that was delivered."""
-    output: bytes
-    """The output from `log_offset` on, at most MAX_LOG_BYTES."""
+    last_signal: int  # number of the last signal that was delivered
+    output: bytes  # the output from `log_offset` on, at most MAX_LOG_BYTES
     log_size: int
 
 

@@ -15,8 +15,7 @@ class WeightCounts:
     dense: int
     experts: int
     head: int
-    expert_share: float
-    """The share of the experts that processes a token."""
+    expert_share: float  # the share of the experts that processes a token
 
     @classmethod
     def from_model(cls, model: Any) -> "WeightCounts":

@@ -25,8 +25,7 @@ class TrainedStep(NamedTuple):
     """A step that the trainer has reported."""
 
     step: int
-    seconds: float
-    """Since the step before."""
+    seconds: float  # since the step before
     metrics: Mapping[str, float]
 
     @property

@@ -76,8 +76,7 @@ class ScoreRequest:
     token_ids: Int32Array
     start: int
     spans: dict[NodeKey, tuple[int, int]]
-    wave: int
-    """Requests of a wave are sent together, after the wave before."""
+    wave: int  # requests of a wave are sent together, after the wave before
 
 
 def plan_requests(traces: Sequence[Trace], annotations: Sequence[Annotation]) -> list[ScoreRequest]:

@@ -23,10 +23,8 @@ from ramify.trace.version import PolicyVersion
 class UpdateSettings:
     """How failed updates are retried."""
 
-    retry_delay: float = 1.0
-    """Seconds before a failed update is retried."""
-    timeout: float = 600.0
-    """Seconds of failed updates after which the run ends."""
+    retry_delay: float = 1.0  # seconds before a failed update is retried
+    timeout: float = 600.0  # seconds of failed updates after which the run ends
 
 
 class WeightUpdater:

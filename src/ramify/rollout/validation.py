@@ -105,16 +105,11 @@ def _parse_tool_call(call: Any, location: str) -> ToolCall:
 class TaskValidation:
     """The result of validating one task."""
 
-    task: str
-    """The identity of the task."""
-    problem: str | None
-    """What is wrong with the task; None if it is valid."""
-    reward: float | None
-    """The reward of the replies; None if the rewards did not run."""
-    has_gold: bool
-    """Whether the task has gold replies; otherwise one empty reply was played."""
-    seconds: float
-    """The duration of all phases."""
+    task: str  # the identity of the task
+    problem: str | None  # what is wrong with the task; None if it is valid
+    reward: float | None  # the reward of the replies; None if the rewards did not run
+    has_gold: bool  # whether the task has gold replies; otherwise one empty reply was played
+    seconds: float  # the duration of all phases
     trace: Trace
 
 

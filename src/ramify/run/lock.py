@@ -21,10 +21,8 @@ LOCK_SUFFIX = "lock"  # of the file beside the run directory
 class RunSupervisor(NamedTuple):
     """The process that holds the lock of a run."""
 
-    pid: int
-    """0 for a process in another container."""
-    locked_at: float
-    """Unix seconds at which it locked the run, by its own clock."""
+    pid: int  # 0 for a process in another container
+    locked_at: float  # Unix seconds at which it locked the run, by its own clock
 
 
 @contextlib.contextmanager

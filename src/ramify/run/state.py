@@ -136,11 +136,9 @@ class SupervisorState(StatePart, frozen=True, kw_only=True):
     FILE: ClassVar[str] = "run.json"
 
     name: str = ""
-    status: str = ""
-    """The address of the orchestrator's status server; whether it still answers has to be tried."""
+    status: str = ""  # the address of the orchestrator's status server; whether it still answers has to be tried
     pid: int = 0
-    started: float = 0.0
-    """Unix seconds."""
+    started: float = 0.0  # Unix seconds
     versions: dict[str, str] = {}
     processes: dict[str, ProcessStatus] = {}
 

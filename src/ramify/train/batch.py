@@ -24,12 +24,9 @@ FILLER_TOKENS = 128  # length of a pack that trains nothing
 class Batch:
     """The input of one step on one rank."""
 
-    step: int
-    """Counted from 0; training on it makes the weights of step + 1."""
-    packs: Sequence[Forest]
-    """The packs of this rank."""
-    entry_counts: Mapping[str, int]
-    """Component: the number of its entries on all ranks."""
+    step: int  # counted from 0; training on it makes the weights of step + 1
+    packs: Sequence[Forest]  # the packs of this rank
+    entry_counts: Mapping[str, int]  # component: the number of its entries on all ranks
 
     @classmethod
     def from_packs(cls, step: int, packs: Sequence[Forest]) -> "Batch":

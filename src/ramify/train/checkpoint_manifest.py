@@ -37,8 +37,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     """The expected size and checksums of a file."""
 
     bytes: int
-    crc32: list[str]
-    """One for each piece of PIECE_BYTES, in hexadecimal."""
+    crc32: list[str]  # one for each piece of PIECE_BYTES, in hexadecimal
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,11 +45,9 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     step: int
     optimizer: str
-    note: dict[str, Any]
-    """Data of the run for when it is resumed."""
+    note: dict[str, Any]  # data of the run for when it is resumed
     files: dict[str, FileRecord]
-    checksum: str = ""
-    """CRC-32 of the manifest itself, without this field."""
+    checksum: str = ""  # CRC-32 of the manifest itself, without this field
 
     @classmethod
     def read(cls, directory: Path) -> "CheckpointManifest":

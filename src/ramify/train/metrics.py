@@ -38,10 +38,8 @@ class FlopsModel:
 
     per_token: float
     per_scored_token: float
-    per_visible_pair: float
-    """Of one attention layer."""
-    layer_windows: tuple[int, ...]
-    """The sliding window of each attention layer; 0 if it has none."""
+    per_visible_pair: float  # of one attention layer
+    layer_windows: tuple[int, ...]  # the sliding window of each attention layer; 0 if it has none
 
     @classmethod
     def from_model(cls, model: Any) -> "FlopsModel":
@@ -101,16 +99,13 @@ class MetricSums:
     """The part of a step's metrics that adds up over packs and ranks."""
 
     component_losses: dict[str, float] = field(default_factory=dict)
-    rows_by_key: dict[MetricKey, np.ndarray] = field(default_factory=dict)
-    """NUM_COLUMNS values each."""
+    rows_by_key: dict[MetricKey, np.ndarray] = field(default_factory=dict)  # NUM_COLUMNS values each
     tokens: int = 0
     padding: int = 0
     flat_tokens: int = 0
-    unique_tokens: int = 0
-    """Of packs of chains, with equal prefixes counted once; else 0."""
+    unique_tokens: int = 0  # of packs of chains, with equal prefixes counted once; else 0
     flops: float = 0.0
-    images: int = 0
-    """Images that the vision tower encoded."""
+    images: int = 0  # images that the vision tower encoded
 
     @classmethod
     def merge(cls, parts: Iterable["MetricSums"]) -> "MetricSums":
@@ -232,14 +227,11 @@ class StepMetrics:
 
     step: int
     loss: float
-    grad_norm: float
-    """Before clipping."""
+    grad_norm: float  # before clipping
     lr: float
-    skipped: bool
-    """Whether the gradient was not finite, so that the weights did not change."""
+    skipped: bool  # whether the gradient was not finite, so that the weights did not change
     seconds: float
-    peak_flops: float | None
-    """Of the devices of all ranks, per second; None if unknown."""
+    peak_flops: float | None  # of the devices of all ranks, per second; None if unknown
     sums: MetricSums
 
     @property

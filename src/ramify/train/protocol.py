@@ -23,18 +23,13 @@ class RegisterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class RegisterReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The reply to `hello`: where the history ends, and who the trainer is."""
 
-    committed: int = 0
-    """Steps in the history: load the checkpoint of this step and remove newer ones."""
-    checkpoint: str = ""
-    """The directory of that checkpoint, by name; empty before the first one."""
-    digest: str = ""
-    """The digest with which it was committed; empty if none was stored."""
+    committed: int = 0  # steps in the history: load the checkpoint of this step and remove newer ones
+    checkpoint: str = ""  # the directory of that checkpoint, by name; empty before the first one
+    digest: str = ""  # the digest with which it was committed; empty if none was stored
     incarnation: int = 0
     policy: str = "policy"
-    steps: int | None = None
-    """The length of the run; None if it is open."""
-    run: str = ""
-    """The id of the run, which distinguishes it from others of the same name."""
+    steps: int | None = None  # the length of the run; None if it is open
+    run: str = ""  # the id of the run, which distinguishes it from others of the same name
 
 
 class RankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -144,8 +144,7 @@ class PendingStep:
     trainer: Trainer
     accumulator: MetricAccumulator
     learning_rate: float
-    device_values: Tensor
-    """The gradient norm and the accumulator's device values, being copied to the host."""
+    device_values: Tensor  # the gradient norm and the accumulator's device values, being copied to the host
     started: "DeviceTimestamp"
     ended: "DeviceTimestamp"
 

@@ -26,8 +26,7 @@ class ClientSampling:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
-    grammar: str | None = None
-    """The grammar that the tokens must follow, in the Lark syntax of llguidance."""
+    grammar: str | None = None  # the grammar that the tokens must follow, in the Lark syntax of llguidance
 
     def to_dict(self) -> dict[str, Any]:
         """Return `sampling_params` of the generate endpoint; parameters that have no effect are omitted."""
@@ -70,8 +69,7 @@ class Completion(SampledTokens):
 
     finish_reason: FinishReason
     usage: Usage
-    server: str
-    """The URL of the server that sampled it."""
+    server: str  # the URL of the server that sampled it
 
 
 NO_SAMPLED_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.float32), ())

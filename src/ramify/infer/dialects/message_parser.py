@@ -36,8 +36,7 @@ class MessageParser:
     messages: list[Message] = field(default_factory=list[Message])
     media: dict[str, Media] = field(default_factory=dict[str, Media])
     read_url: ReadUrl = parse_client_url
-    prefill: str = ""
-    """The beginning of the reply, if the client has written it."""
+    prefill: str = ""  # the beginning of the reply, if the client has written it
 
     def add_message(self, role: str, content: Any, **fields: Any) -> None:
         """Add a message. System messages at the start are merged, because templates expect at most one."""

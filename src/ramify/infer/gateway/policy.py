@@ -82,14 +82,10 @@ class PolicyRequest:
     sampling: ClientSampling
     session: str
     timeout: float
-    stop_strings: Sequence[str] = ()
-    """The reply ends at the token that completes one of them."""
-    clock: StallClock | None = None
-    """Measures how long the engine made no progress, if the policy can observe that."""
-    constraint: ReplyConstraint | None = None
-    """What the reply must be: JSON or tool calls."""
-    allows_calls: bool = True
-    """Whether tool calls in the reply are parsed; otherwise their text is content."""
+    stop_strings: Sequence[str] = ()  # the reply ends at the token that completes one of them
+    clock: StallClock | None = None  # measures how long the engine made no progress, if the policy can observe that
+    constraint: ReplyConstraint | None = None  # what the reply must be: JSON or tool calls
+    allows_calls: bool = True  # whether tool calls in the reply are parsed; otherwise their text is content
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,19 +99,15 @@ class SampledReply:
     tokens: SampledTokens = NO_SAMPLED_TOKENS
     content_span: tuple[int, int] = (0, 0)
     problems: tuple[ParseProblem, ...] = ()
-    stop_string: str | None = None
-    """The client's stop string that ended the sample."""
+    stop_string: str | None = None  # the client's stop string that ended the sample
 
 
 class Policy(Protocol):
     """A model that samples replies."""
 
-    name: str
-    """The model name that replies are recorded with."""
-    trainable: bool
-    """Whether its replies have token ids and logprobs."""
-    max_model_len: int | None
-    """Maximum number of tokens of prompt and reply together, if known."""
+    name: str  # the model name that replies are recorded with
+    trainable: bool  # whether its replies have token ids and logprobs
+    max_model_len: int | None  # maximum number of tokens of prompt and reply together, if known
 
     def adapt(
         self, messages: Sequence[Message], media: Mapping[str, Media], *, starts_conversation: bool

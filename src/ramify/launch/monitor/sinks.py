@@ -21,17 +21,13 @@ class RolloutSample:
     """One branch of a rollout, as people read it."""
 
     source: str
-    task: str
-    """The identity of the task."""
-    task_data: str
-    """The task itself, as JSON; images are labels."""
-    rollout: str
-    """The id of the rollout."""
+    task: str  # the identity of the task
+    task_data: str  # the task itself, as JSON; images are labels
+    rollout: str  # the id of the rollout
     branch: int
     reward: float | None
     advantage: float | None
-    messages: tuple[tuple[str, str], ...]
-    """(role, text) in order."""
+    messages: tuple[tuple[str, str], ...]  # (role, text) in order
 
     @property
     def row(self) -> tuple[str, str, str, str, int, float | None, float | None, str]:

@@ -42,10 +42,8 @@ class RolloutResult:
     """A finished rollout."""
 
     encoded_episode: bytes | memoryview
-    worker_id: str
-    """The worker that finished it."""
-    crashes: int
-    """Workers that were lost while they ran it."""
+    worker_id: str  # the worker that finished it
+    crashes: int  # workers that were lost while they ran it
 
     @property
     def episode(self) -> Episode:

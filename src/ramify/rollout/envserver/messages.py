@@ -44,8 +44,7 @@ class RolloutResponse(msgspec.Struct, forbid_unknown_fields=True):
     """The result of a rollout; the blob is its encoded episode."""
 
     worker: str
-    crashes: int = 0
-    """Workers that were lost while they ran the rollout."""
+    crashes: int = 0  # workers that were lost while they ran the rollout
 
 
 class TasksRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -125,10 +124,8 @@ class EnvServerInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     metrics: list[str]
     sampling: dict[str, Any]
     limits: dict[str, int | None]
-    environment: dict[str, Any]
-    """The identity of the environment: digests of its code by file, and its configuration."""
-    num_tasks: int | None = None
-    """None if there are more than MAX_COUNTED_TASKS, or if they were not counted."""
+    environment: dict[str, Any]  # the identity of the environment: digests of its code by file, and its configuration
+    num_tasks: int | None = None  # None if there are more than MAX_COUNTED_TASKS, or if they were not counted
 
     @property
     def environment_digest(self) -> str:
@@ -146,29 +143,21 @@ class WorkerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     id: str
     pid: int
-    state: str
-    """A value of `WorkerState`."""
-    load: int
-    """The number of attempts that run on it."""
-    lag: float
-    """Seconds since the last iteration of its event loop, as its last heartbeat reported."""
-    silence: float
-    """Seconds since its last message."""
-    age: float
-    """Seconds since its start."""
-    memory: float
-    """MiB."""
+    state: str  # a value of `WorkerState`
+    load: int  # the number of attempts that run on it
+    lag: float  # seconds since the last iteration of its event loop, as its last heartbeat reported
+    silence: float  # seconds since its last message
+    age: float  # seconds since its start
+    memory: float  # MiB
 
 
 class WorkerLoss(msgspec.Struct, forbid_unknown_fields=True):
     """A worker that exited, was killed, hung or did not boot."""
 
     worker: str
-    at: float
-    """Seconds since the start of the server."""
+    at: float  # seconds since the start of the server
     reason: str
-    attempts: int
-    """The number of attempts that ran on it."""
+    attempts: int  # the number of attempts that ran on it
 
 
 class EnvServerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -185,8 +174,7 @@ class EnvServerHealth(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ScalingDecision(msgspec.Struct, forbid_unknown_fields=True):
     """A change of the number of workers."""
 
-    at: float
-    """Seconds since the start of the server."""
+    at: float  # seconds since the start of the server
     before: int
     after: int
     reason: str
@@ -196,28 +184,21 @@ class EnvServerStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Counters and history of a server."""
 
     uptime: float
-    worst_lag: float
-    """The longest pause of the broker's event loop, in seconds."""
-    counts: dict[str, int]
-    """Requests by method, those answered (`run_done`), and events of the pool."""
-    failures: dict[str, int]
-    """Failed requests by the name of the error."""
+    worst_lag: float  # the longest pause of the broker's event loop, in seconds
+    counts: dict[str, int]  # requests by method, those answered (`run_done`), and events of the pool
+    failures: dict[str, int]  # failed requests by the name of the error
     decisions: list[ScalingDecision]
     workers: list[WorkerHealth]
-    worker_lag: dict[str, float]
-    """The longest pause of each worker's event loop, in seconds."""
+    worker_lag: dict[str, float]  # the longest pause of each worker's event loop, in seconds
 
 
 class WorkerSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The configuration that a worker receives at its start."""
 
     id: str
-    source: dict[str, Any]
-    """The `SourceConfig`."""
-    config: dict[str, Any]
-    """The `EnvServerConfig`."""
-    secret: str
-    """The secret of the connection between broker and worker."""
+    source: dict[str, Any]  # the `SourceConfig`
+    config: dict[str, Any]  # the `EnvServerConfig`
+    secret: str  # the secret of the connection between broker and worker
 
 
 class WorkerReady(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -94,8 +94,7 @@ class EvalResult(AwaitableResult):
 
     path: Path
     rows: Sequence[RolloutRecord]
-    num_run: int
-    """Number of rollouts that ran in this call; 0 if the eval was finished before."""
+    num_run: int  # number of rollouts that ran in this call; 0 if the eval was finished before
 
     @property
     def reward(self) -> Estimate | None:

@@ -20,12 +20,9 @@ from ramify.run.fencing.token import FencingToken, check_token
 class LeaseTerms:
     """The terms of a lease, which holder and head both know; times in seconds."""
 
-    duration: float = 60.0
-    """L: how long a granted renewal is valid."""
-    max_drift: float = 0.001
-    """How far the rate of a clock may be from 1."""
-    slack: float = 10.0
-    """Time for the watcher to kill the process tree after the lease has ended."""
+    duration: float = 60.0  # L: how long a granted renewal is valid
+    max_drift: float = 0.001  # how far the rate of a clock may be from 1
+    slack: float = 10.0  # time for the watcher to kill the process tree after the lease has ended
 
     def __post_init__(self) -> None:
         second_order = self.duration * 2 * self.max_drift**2 / (1 - self.max_drift)

@@ -60,8 +60,7 @@ class TableChanges(msgspec.Struct, frozen=True):
 
     version: int
     is_complete: bool
-    schema: dict[str, str]
-    """The statements that create the tables and indexes, by name."""
+    schema: dict[str, str]  # the statements that create the tables and indexes, by name
     tables: dict[str, ChangedRows]
 
 

@@ -31,8 +31,7 @@ class FilePart(msgspec.Struct, frozen=True):
     path: str
     start: int
     length: int
-    digest: str
-    """SHA-256 of the bytes, and their name in the shared directory."""
+    digest: str  # SHA-256 of the bytes, and their name in the shared directory
 
 
 class LogEntry(msgspec.Struct, frozen=True, kw_only=True):

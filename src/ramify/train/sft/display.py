@@ -22,10 +22,8 @@ class StepProgress:
 
     steps_done: int
     total_steps: int
-    seconds_per_step: float | None = None
-    """An exponential moving average."""
-    metrics: StepMetrics | None = None
-    """Of the last finished step."""
+    seconds_per_step: float | None = None  # an exponential moving average
+    metrics: StepMetrics | None = None  # of the last finished step
 
     def record_step(self, metrics: StepMetrics) -> None:
         """Count a finished step."""

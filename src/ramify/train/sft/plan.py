@@ -60,16 +60,13 @@ NUM_SAMPLED_CONVERSATIONS = 256  # how many `describe_plan` renders to report le
 class SftPlan:
     """The parts of a run that need no model in memory."""
 
-    path: Path
-    """The run's directory."""
+    path: Path  # the run's directory
     model_path: Path
     renderer: Renderer
-    conversations: Sequence[SftConversation]
-    """To train on."""
+    conversations: Sequence[SftConversation]  # to train on
     validation: Sequence[SftConversation]
     order: ExampleOrder
-    identity: dict[str, Any]
-    """The configuration's identity, and a digest of the conversations."""
+    identity: dict[str, Any]  # the configuration's identity, and a digest of the conversations
 
     def count_total_steps(self, config: SftConfig, steps_done: int = 0, examples_seen: int = 0) -> int:
         """Return the steps of the whole run, of which `steps_done` have trained on `examples_seen` examples."""

@@ -131,14 +131,10 @@ STEPS_IN_FLIGHT = {"cpu": 0, "cuda": 1}  # steps started before the metrics of o
 class SftResult(AwaitableResult):
     """The state of a run when it returns."""
 
-    path: Path
-    """The run's directory."""
-    steps: int
-    """The steps that are done."""
-    steps_run: int
-    """How many of them ran in this call."""
-    weights: Path | None
-    """The trained model; None if the run was stopped early."""
+    path: Path  # the run's directory
+    steps: int  # the steps that are done
+    steps_run: int  # how many of them ran in this call
+    weights: Path | None  # the trained model; None if the run was stopped early
 
     def table(self) -> list[dict[str, Any]]:
         """Return the metrics of each step as a plain dict, as `pandas.DataFrame` takes them."""
