@@ -26,6 +26,7 @@ from tools.stoppable_storage import StoppableStorage
 if TYPE_CHECKING:
     from ramify.launch.process import ProcessSpec
     from ramify.orchestrate.config import RunConfig
+    from ramify.run.store.head_replication import HeadReplicator
     from ramify.train.distributed import Ranks
     from ramify.train.trainer import Trainer
 
@@ -234,7 +235,7 @@ def _poll_addresses(hanging: Path, local: Path) -> Steps:
         runner.run(book.wait_failed())
 
 
-def _replicate_commit(hanging: Path, local: Path) -> Steps:
+def _open_replicator(hanging: Path, local: Path) -> HeadReplicator:
     from ramify.launch.head import prepare_head
     from ramify.run.fencing.head_log import DirectoryStore
     from ramify.run.store import open_run
@@ -244,22 +245,17 @@ def _replicate_commit(hanging: Path, local: Path) -> Steps:
     prepare_head(config)
     store = open_run(config.path, config.identity)
     assert config.shared_path is not None
-    replicator = HeadReplicator(store, DirectoryStore(config.shared_path))
+    return HeadReplicator(store, DirectoryStore(config.shared_path))
+
+
+def _replicate_commit(hanging: Path, local: Path) -> Steps:
+    replicator = _open_replicator(hanging, local)
     yield
     asyncio.run(replicator.replicate())
 
 
 def _watch_for_newer_head(hanging: Path, local: Path) -> Steps:
-    from ramify.launch.head import prepare_head
-    from ramify.run.fencing.head_log import DirectoryStore
-    from ramify.run.store import open_run
-    from ramify.run.store.head_replication import HeadReplicator
-
-    config = _build_config(local, hanging)
-    prepare_head(config)
-    store = open_run(config.path, config.identity)
-    assert config.shared_path is not None
-    replicator = HeadReplicator(store, DirectoryStore(config.shared_path))
+    replicator = _open_replicator(hanging, local)
     yield
     asyncio.run(replicator.watch_for_newer_head())
 

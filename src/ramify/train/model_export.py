@@ -178,8 +178,7 @@ _MATRIX_NAME_PATTERN = re.compile(rf"(?P<module>.+)\.(?P<side>lora_[AB])\.{ADAPT
 
 
 def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int, Path]:
-    """Write the adapter of the last committed checkpoint as a directory that peft loads; returns its step and the
-    directory.
+    """Write the adapter of the last committed checkpoint for peft; return its step and the directory.
 
     A checkpoint of a LoRA run holds only the adapter's matrices, in float32, so no model is needed. Raises
     ConfigInvalid if the run trains no adapter or the directory exists, CheckpointRefused if the checkpoint is damaged.

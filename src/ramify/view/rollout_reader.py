@@ -22,11 +22,10 @@ FloatArray = npt.NDArray[np.float64]
 def compute_reward_changes(
     trace: Trace, others: Sequence[tuple[Trace, float]], reward: float
 ) -> Mapping[int, FloatArray]:
-    """Return the change of the expected reward at the tokens of each node; `others` are the other attempts with their
-    rewards.
+    """Return the change of the expected reward at the tokens of each node.
 
-    The mean reward of the attempts that share the tokens up to one estimates what could be expected there. A large drop
-    marks the token at which this rollout left the better attempts.
+    `others` are the other attempts with their rewards. The mean reward of the attempts that share the tokens up to one
+    estimates what could be expected there. A large drop marks the token at which this rollout left the better attempts.
     """
     paths = [[branch.token_ids for branch in other.branches] for other, _ in others]
     num_tokens = sum(len(path) for attempt in paths for path in attempt)
