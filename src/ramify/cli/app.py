@@ -67,7 +67,7 @@ def _run(argv: list[str], *, owns_process: bool = True) -> int:
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         similar = suggest(name, COMMANDS, "'ramify --help' lists the commands", "'ramify {}'")
-        advice = load("ramify.core.config:COMMAND_HINTS").get(name, similar)
+        advice = load("ramify.core.config:load_hints")("commands").get(name, similar)
         raise ConfigInvalid(f"unknown {kind} {name!r}; {advice}")
     command = COMMANDS[name]
     try:

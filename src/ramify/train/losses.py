@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ramify.core.config import LOSS_HINTS
+from ramify.core.config import load_hints
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import suggest
 from ramify.env.plugin import load_module_from_file
@@ -191,7 +191,8 @@ def _import_loss(id: str) -> Any:
     module, _, name = id.replace(":", ".").rpartition(".")
     if not module:
         names = f"{', '.join(LOSSES)}, or your own function, package.module.function or file.py:function"
-        hint = LOSS_HINTS[id].replace("{}", names) if id in LOSS_HINTS else suggest(id, LOSSES, f"use {names}")
+        known_hint = load_hints("losses").get(id)
+        hint = known_hint.replace("{}", names) if known_hint else suggest(id, LOSSES, f"use {names}")
         raise ConfigInvalid(f"there is no loss {id!r}; {hint}")
     file, _, file_function = id.partition(":")
     if file.endswith(".py") and not file_function:

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main
-from ramify.core.config.layers import KEY_HINTS, find_key_hint
+from ramify.core.config.layers import find_key_hint, load_hints
 from ramify.orchestrate.config import RunConfig
 from ramify.train.sft.config import SftConfig
 
 RUN = 'name = "x"\n[[train]]\ntaskset = { id = "reverse-text" }\n'
 
 
-@pytest.mark.parametrize("name", KEY_HINTS)
+@pytest.mark.parametrize("name", load_hints("keys"))
 def test_every_hint_names_a_key(name):
     assert find_key_hint(RunConfig, name) or find_key_hint(SftConfig, name)
 

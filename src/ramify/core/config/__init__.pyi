@@ -7,9 +7,8 @@ from .base import get_explicit_values as get_explicit_values
 from .dump import dry_run as dry_run
 from .dump import dump_toml as dump_toml
 from .dump import write_toml as write_toml
-from .layers import COMMAND_HINTS as COMMAND_HINTS
-from .layers import LOSS_HINTS as LOSS_HINTS
 from .layers import find_file_hint as find_file_hint
+from .layers import load_hints as load_hints
 from .parser import add_origins as add_origins
 from .parser import parse as parse
 from .parser import parse_component as parse_component
