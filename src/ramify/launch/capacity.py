@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from ramify.core.config import Config
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
+from ramify.launch.demands import TRAINER, FindSize, build_demands, list_planned_nodes
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import GIB, uses_gpu
 from ramify.launch.memory import ModelSize, estimate_trainer
 from ramify.launch.placement import RunPlacement, place_processes
-from ramify.launch.requirements import TRAINER, FindSize, build_demands, list_planned_nodes
 from ramify.orchestrate.config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
 

@@ -1,6 +1,6 @@
 """The launch plan of a run: its processes, where each one runs, and how each one is started there.
 
-What a process needs is in `requirements`, its place in `placement`. The address of a process is known only when the
+What a process needs is in `demands`, its place in `placement`. The address of a process is known only when the
 launcher has opened its slot, and may change at a restart. So the plan has, for every process, a function that builds
 its command and configuration for a slot. Env servers start after engines have a place, and the orchestrator after both,
 so that they know the first addresses; they learn later ones from the address book. `--dry-run` prints the plan.
@@ -27,6 +27,7 @@ from ramify.infer.config import (
     VLLMConfig,
 )
 from ramify.launch.capacity import choose_moments, find_long_path_warning, list_gpu_notes, place_run
+from ramify.launch.demands import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
 from ramify.launch.launcher import ClusterNode, Placement, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
 from ramify.launch.memory import ModelSize
@@ -39,7 +40,6 @@ from ramify.launch.process_configs import (
     build_trainer_config,
 )
 from ramify.launch.published_weights import choose_transport, describe_weights, is_beside_trainer, link_newest_weights
-from ramify.launch.requirements import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
 from ramify.launch.run_checks import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
 from ramify.launch.status_line import describe_last_state
 from ramify.orchestrate.address_book import INFERENCE_KEY, MODEL_PREFIX

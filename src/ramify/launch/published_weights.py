@@ -15,10 +15,10 @@ from ramify.core.names import format_count
 from ramify.core.watchdog import watch_storage
 from ramify.infer.config import EngineConfig
 from ramify.launch.capacity import place_run
+from ramify.launch.demands import ENGINE_PREFIX, TRAINER
 from ramify.launch.head import read_local_state
 from ramify.launch.memory import ModelSize, count_weight_bytes, format_size, get_max_versions
 from ramify.launch.placement import RunPlacement
-from ramify.launch.requirements import ENGINE_PREFIX, TRAINER
 from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.config import RunConfig
 from ramify.run.store import storage_call

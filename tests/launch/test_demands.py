@@ -3,10 +3,10 @@
 import pytest
 
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
+from ramify.launch.demands import GpuDivision, build_demands
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.memory import ModelSize
 from ramify.launch.placement import ProcessDemand, place_processes
-from ramify.launch.requirements import GpuDivision, build_demands
 from ramify.orchestrate.config import RunConfig
 from tests.support.plans import GIB, build_machine
 
