@@ -65,7 +65,7 @@ def _check_for_newer_head(hanging: Path, local: Path) -> Steps:
 
 
 def _prepare_run(hanging: Path, local: Path) -> Steps:
-    from ramify.launch.completion import prepare_run_directory
+    from ramify.launch.run_directory import prepare_run_directory
 
     config = _build_config(hanging, None)
     prepare_run_directory(config)
@@ -153,7 +153,7 @@ def _save_last_weights(hanging: Path, local: Path) -> Steps:
 
 
 def _mark_run_finished(hanging: Path, local: Path) -> Steps:
-    from ramify.launch.completion import mark_finished, prepare_run_directory
+    from ramify.launch.run_directory import mark_finished, prepare_run_directory
 
     config = _build_config(hanging, None)
     prepare_run_directory(config)
@@ -162,8 +162,8 @@ def _mark_run_finished(hanging: Path, local: Path) -> Steps:
 
 
 def _replicate_end(hanging: Path, local: Path) -> Steps:
-    from ramify.launch.completion import mark_finished
     from ramify.launch.head import prepare_head
+    from ramify.launch.run_directory import mark_finished
     from ramify.run.store import open_run
 
     config = _build_config(local, hanging)

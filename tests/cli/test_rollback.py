@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli import main
-from ramify.launch.completion import FINISHED_KEY
+from ramify.launch.run_directory import FINISHED_KEY
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store import RunStore
 from ramify.run.store.audit import audit

@@ -10,9 +10,9 @@ import pytest
 from ramify.cli.rollback import run as roll_back
 from ramify.core.display import Display
 from ramify.core.errors import ConfigInvalid, ProcessReplaced
-from ramify.launch.completion import FINISHED_KEY, mark_finished, prepare_run_directory
 from ramify.launch.execution import execute_plan
 from ramify.launch.head import check_newest_head, prepare_head, read_local_state
+from ramify.launch.run_directory import FINISHED_KEY, mark_finished, prepare_run_directory
 from ramify.orchestrate.batches import get_top_logprobs_path
 from ramify.orchestrate.config import RunConfig
 from ramify.run.fencing.head_log import DirectoryStore

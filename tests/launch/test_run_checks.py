@@ -7,8 +7,8 @@ import pytest
 
 from ramify.core.errors import ConfigInvalid
 from ramify.launch import run_checks
-from ramify.launch.completion import prepare_run_directory
 from ramify.launch.run_checks import check_run
+from ramify.launch.run_directory import prepare_run_directory
 from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 

@@ -13,7 +13,7 @@ import pytest
 
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import EnvironmentChanged, PeerLost
-from ramify.launch.completion import prepare_run_directory
+from ramify.launch.run_directory import prepare_run_directory
 from ramify.orchestrate.address_book import write_addresses
 from ramify.orchestrate.background import measure_env_servers
 from ramify.orchestrate.components import RunComponents

@@ -5,7 +5,7 @@ from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
-from ramify.launch.completion import FINISHED_KEY
+from ramify.launch.run_directory import FINISHED_KEY
 from ramify.orchestrate.batches import BatchGroup, encode_batch
 from ramify.run.store import RunStore
 from ramify.run.store.ledger import BatchRecord, CommitRecord, GroupRecord, Ledger

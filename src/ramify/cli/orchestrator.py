@@ -33,13 +33,13 @@ def run(call: ConfigCall[RunConfig]) -> int:
 
 def _run_with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
     """Start the orchestrator and the env servers as child processes, and supervise them."""
-    from ramify.launch.completion import format_finished
     from ramify.launch.dashboard import RunContent
     from ramify.launch.execution import execute_plan
     from ramify.launch.local_launcher import LocalLauncher
     from ramify.launch.machine import describe_machine
     from ramify.launch.plan import build_orchestrator_plan, format_plan
     from ramify.launch.plugin_check import check_plugin_tables
+    from ramify.launch.run_directory import format_finished
 
     launcher = LocalLauncher(config.path / "configs")
     plan = build_orchestrator_plan(config, [describe_machine(gpus=[])])
@@ -62,9 +62,9 @@ def _run_with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
 
 
 def _run_in_process(config: RunConfig, *, accept: bool) -> int:
-    from ramify.launch.completion import format_finished, mark_finished, prepare_run_directory
     from ramify.launch.head import prepare_head, read_local_state
     from ramify.launch.monitor import build_samples, open_monitor_sinks
+    from ramify.launch.run_directory import format_finished, mark_finished, prepare_run_directory
     from ramify.orchestrate.orchestrator import Orchestrator
     from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
     from ramify.run.state import SupervisorState

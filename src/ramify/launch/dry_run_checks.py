@@ -6,9 +6,9 @@ Problems that appear only when the model is loaded are left to the run.
 """
 
 from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound, RamifyError
-from ramify.launch.completion import check_environments
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
 from ramify.launch.run_checks import find_run_problems
+from ramify.launch.run_directory import check_environments
 from ramify.model.render import load_renderer
 from ramify.model.resolve import is_hub_id, resolve_model_path
 from ramify.orchestrate.config import RunConfig

@@ -28,7 +28,6 @@ from ramify.core.files import write_atomically
 from ramify.core.interactive import AwaitableResult, call_interruptible, run_coroutine
 from ramify.core.watchdog import WATCHDOG, watch_storage
 from ramify.launch.capacity import find_long_path_warning
-from ramify.launch.completion import mark_finished, prepare_run_directory, replicate_run
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay
 from ramify.launch.head import check_newest_head, prepare_head
 from ramify.launch.launcher import Launcher, ProcessSpec
@@ -37,6 +36,7 @@ from ramify.launch.memory import estimate_disk
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.process import EarlierProcess
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
+from ramify.launch.run_directory import mark_finished, prepare_run_directory, replicate_run
 from ramify.launch.supervisor import ALIVE_STATES, RunOutcome, Supervisor
 from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, write_addresses
 from ramify.run.fencing.token import FencingToken
