@@ -212,7 +212,7 @@ STUBBED_RL = """
 import dataclasses, sys
 from pathlib import Path
 from ramify.cli.app import main
-from ramify.launch import api
+from ramify.launch import python_api
 from ramify.launch.launcher import ProcessRole
 from tests.support.processes import RUNS_FOREVER, build_spec
 

@@ -16,9 +16,8 @@ import pytest
 from ramify.cli.app import main
 from ramify.cli.metrics import smooth
 from ramify.core.errors import ConfigInvalid
-from ramify.launch import api
-from ramify.launch.api import rl
 from ramify.launch.execution import RunResult
+from ramify.launch.python_api import rl
 from ramify.launch.supervisor import RunOutcome
 from ramify.model.manifest import Manifest
 from ramify.run import lock
@@ -249,7 +248,7 @@ def test_why_of_a_resumed_run_shows_it_as_starting_during_its_checks(run, capsys
         assert main(["why", "run"]) == 0
         raise ConfigInvalid("a wrong key")
 
-    monkeypatch.setattr(api, first_check, check)
+    monkeypatch.setattr(python_api, first_check, check)
     cluster = {"launcher": "ray" if first_check == "check_run" else "local"}
     train = [{"taskset": {"id": "reverse-text"}}]
     with pytest.raises(ConfigInvalid, match="a wrong key"):

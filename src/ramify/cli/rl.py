@@ -12,7 +12,6 @@ from ramify.cli.run_lookup import describe_resume
 from ramify.core.config import dry_run
 from ramify.core.display import choose_display
 from ramify.core.errors import CheckpointRefused, ClusterTooSmall, ConfigInvalid, RamifyError, RunBusy, RunDamaged
-from ramify.launch.api import rl
 from ramify.launch.dashboard import RunContent
 from ramify.launch.demands import list_planned_nodes
 from ramify.launch.dry_run_checks import check_start
@@ -20,6 +19,7 @@ from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import assume_machine, describe_machine
 from ramify.launch.plan import format_plan, plan_run, write_plan
 from ramify.launch.published_weights import find_newest_weights
+from ramify.launch.python_api import rl
 from ramify.launch.run_directory import format_finished
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.cluster_config import find_unused_keys

@@ -1,4 +1,4 @@
-from .api import rl as rl
+from .python_api import rl as rl
 from .launcher import ProcessRole as ProcessRole
 from .launcher import ProcessSpec as ProcessSpec
 from .plan import LaunchPlan as LaunchPlan
