@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tools.stoppable_storage import StoppableStorage
 
 if TYPE_CHECKING:
-    from ramify.launch.process import ProcessSpec
+    from ramify.launch.supervised_process import ProcessSpec
     from ramify.orchestrate.config import RunConfig
     from ramify.run.store.head_replication import HeadReplicator
     from ramify.train.distributed import Ranks
@@ -377,7 +377,7 @@ def _build_config(output: Path, shared: Path | None, **more: Any) -> RunConfig:
 
 def _build_leased_spec(local: Path) -> ProcessSpec:
     from ramify.launch.launcher import Placement
-    from ramify.launch.process import ProcessSpec
+    from ramify.launch.supervised_process import ProcessSpec
     from ramify.run.fencing.lease import LeaseTerms
 
     return ProcessSpec("engine", ("true",), local / "engine.log", placement=Placement(lease=LeaseTerms(60.0)))
@@ -385,7 +385,7 @@ def _build_leased_spec(local: Path) -> ProcessSpec:
 
 def _supervise(run: Path, local: Path, code: str) -> None:
     """Supervise a leader whose log is local, while its status is recorded in `run`."""
-    from ramify.launch.process import ProcessRole, ProcessSpec
+    from ramify.launch.supervised_process import ProcessRole, ProcessSpec
     from ramify.launch.supervisor import Supervisor
     from ramify.run.state import ProcessStatus, SupervisorState
 

@@ -9,7 +9,7 @@ import pytest
 from ramify.core.errors import ProcessDied
 from ramify.launch.execution import read_earlier_processes
 from ramify.launch.launcher import Placement, ProcessRole, ProcessStart
-from ramify.launch.process import EarlierProcess
+from ramify.launch.supervised_process import EarlierProcess
 from ramify.launch.supervisor import RunOutcome
 from ramify.run.fencing.lease import LeaseTerms
 from ramify.run.fencing.token import FencingToken

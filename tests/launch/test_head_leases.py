@@ -9,7 +9,7 @@ from ramify.launch.execution import hold_leases
 from ramify.launch.head import prepare_head
 from ramify.launch.launcher import Placement
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import EarlierProcess
+from ramify.launch.supervised_process import EarlierProcess
 from ramify.run.fencing.lease import LeaseTerms
 from ramify.run.fencing.token import FencingToken
 from ramify.run.state import ProcessState, ProcessStatus, SupervisorState

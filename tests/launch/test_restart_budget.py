@@ -1,6 +1,6 @@
 """Restarts of a process are limited and delayed."""
 
-from ramify.launch.process import MAX_DELAY, RESTART_WINDOW, RestartBudget
+from ramify.launch.supervised_process import MAX_DELAY, RESTART_WINDOW, RestartBudget
 
 
 def test_restart_budget_counts_per_hour_with_growing_delays():

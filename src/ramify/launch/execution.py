@@ -34,9 +34,9 @@ from ramify.launch.launcher import Launcher, ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.memory import estimate_disk
 from ramify.launch.plan import LaunchPlan
-from ramify.launch.process import EarlierProcess
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
 from ramify.launch.run_directory import mark_finished, prepare_run_directory, replicate_run
+from ramify.launch.supervised_process import EarlierProcess
 from ramify.launch.supervisor import ALIVE_STATES, RunOutcome, Supervisor
 from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, write_addresses
 from ramify.run.fencing.token import FencingToken

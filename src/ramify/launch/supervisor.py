@@ -30,7 +30,7 @@ from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProcessDied, Ram
 from ramify.core.watchdog import WATCHDOG
 from ramify.launch.launcher import Launcher, ProcessRole, ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import (
+from ramify.launch.supervised_process import (
     FIRST_DELAY,
     RESTART_WINDOW,
     EarlierProcess,

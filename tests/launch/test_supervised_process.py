@@ -14,7 +14,7 @@ import pytest
 
 from ramify.launch.launcher import ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.process import SupervisedProcess, is_responding
+from ramify.launch.supervised_process import SupervisedProcess, is_responding
 from ramify.processes.child import RAMIFY_COMMAND, STOP_TIMEOUT, ChildProcess
 from ramify.processes.prefork import start_prefork_server
 from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
