@@ -36,7 +36,7 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
         "ramify.train.sft.run",
-        "ramify.train.process",
+        "ramify.train.training_loop",
         "peft",
         "pytest",
         "tests.support.training",

@@ -20,8 +20,8 @@ from ramify.train.distributed import init_distributed
 from ramify.train.sft import SftConfig, run_sft
 from tests.support.trainer import FakeOrchestrator, run_ranks
 from tests.support.training import SINGLE_RANK, copy_weights, random_batches
-from tests.train.test_process import arguments
 from tests.train.test_sft import settings, world
+from tests.train.test_training_loop import arguments
 
 __all__ = ["world"]  # a fixture
 

@@ -45,8 +45,8 @@ def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | 
         from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
         from ramify.train.batch_source import BatchRecording, ReplayBatchSource
         from ramify.train.distributed import init_distributed  # torch is loaded here, not for a dry run
-        from ramify.train.process import TrainerProcess
         from ramify.train.remote_batch_source import RemoteBatchSource
+        from ramify.train.training_loop import TrainerProcess
         from ramify.train.weights_directory import lock_directory, remove_stale_directories
 
     disable_tf32_convolutions()

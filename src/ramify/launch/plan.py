@@ -54,7 +54,7 @@ from ramify.run.fencing.lease import LeaseTerms
 from ramify.train.config import TrainerProcessConfig
 
 ENGINE_MODULES = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")
-TRAINER_MODULES = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.process")
+TRAINER_MODULES = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.training_loop")
 ATTEMPT_SHUTDOWN_TIMEOUT = 2.0  # seconds that attempts in flight get when the run stops; they are retried anyway
 ENGINE_LEASE_FACTOR = 2  # engines take minutes to start, so they are replaced later than other processes
 SECRET_BYTES = 32
