@@ -14,7 +14,7 @@ from ramify.model.pack_layout import PackLayout
 from ramify.model.tree_attention import ATTENTION_NAME
 from ramify.trace import AnnotatedTrace, Annotation, Message, Trace
 from ramify.train import Trainer, TrainerConfig, load_loss
-from ramify.train.policy import PolicyModel, compile_layers, load_policy
+from ramify.train.policy_model import PolicyModel, compile_layers, load_policy
 
 PACK_TOKENS, PATH_TOKENS = 16384, 1024  # of a pack, and of a root-to-leaf path
 GROUP_SIZE = 16

@@ -28,7 +28,7 @@ from ramify.trace import AnnotatedTrace, Annotation, Forest, Media, MediaRef, Me
 from ramify.trace.version import PolicyVersion
 from ramify.train import Batch, Trainer, TrainerConfig, load_loss, pack_forests
 from ramify.train.build import freeze_vision_tower
-from ramify.train.policy import compile_layers, load_policy
+from ramify.train.policy_model import compile_layers, load_policy
 
 GROUPS, GROUP_SIZE, IMAGES_PER_PROMPT = 8, 16, 2
 IMAGE_TOKEN, SMALL_IMAGE_TOKEN = 151655, 500

@@ -19,7 +19,7 @@ from ramify.model import graph_rewrites
 from ramify.model.graph_rewrites import KERNEL_SOURCE_HASH, apply_rewrites, build_compile_backend
 from ramify.model.tree_attention import ATTENTION_NAME, TreeMask
 from ramify.train.losses import load_loss
-from ramify.train.policy import load_policy
+from ramify.train.policy_model import load_policy
 from tests.support import reference_ops as reference
 
 TOKENS = 64

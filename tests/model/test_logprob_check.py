@@ -13,7 +13,7 @@ from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks
 from ramify.train.losses import load_loss
-from ramify.train.policy import load_policy
+from ramify.train.policy_model import load_policy
 from tests.support.models import build_core, reference, run, sampled_ids, scores, write_random_model
 from tests.support.training import SIZES
 

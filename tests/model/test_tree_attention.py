@@ -184,7 +184,7 @@ from ramify.model.pack_layout import PackLayout
 from ramify.model.tree_attention import ATTENTION_NAME
 from ramify.trace import AnnotatedTrace, Annotation, Message, Trace, build_forest
 from ramify.train.losses import load_loss
-from ramify.train.policy import PolicyModel
+from ramify.train.policy_model import PolicyModel
 from ramify.train.model_inputs import build_model_inputs
 
 torch.set_num_threads(1)

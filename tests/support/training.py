@@ -15,7 +15,7 @@ from ramify.train.batch import Batch, pack_forests
 from ramify.train.distributed import Ranks
 from ramify.train.losses import load_loss
 from ramify.train.model_inputs import build_model_inputs
-from ramify.train.policy import PolicyModel, get_attention_name
+from ramify.train.policy_model import PolicyModel, get_attention_name
 from tests.support.forests import COMPONENTS, Attempt, Planned
 
 SINGLE_RANK = Ranks(torch.device("cpu"))

@@ -12,7 +12,7 @@ from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spe
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, apply_fsdp, init_distributed
-from ramify.train.policy import load_policy
+from ramify.train.policy_model import load_policy
 from ramify.train.publisher import WeightPublisher, iter_merged_weights
 from ramify.train.trainer import Trainer
 from tests.support.runs import FULL

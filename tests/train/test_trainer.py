@@ -25,7 +25,7 @@ from ramify.train.master_weights import MasterWeights, round_to_bfloat16
 from ramify.train.metrics import FlopsModel, MetricSums, StepMetrics
 from ramify.train.model_inputs import bucket_length, build_model_inputs
 from ramify.train.optim import OptimizersContainer, compute_lr_factor, is_hidden_matrix
-from ramify.train.policy import load_policy
+from ramify.train.policy_model import load_policy
 from tests.support.training import CONFIGS, HYBRID, SINGLE_RANK, VOCAB, build_model, build_policy, copy_weights
 
 TIMINGS = ("train/seconds", "train/tokens_per_second", "train/mfu")

@@ -13,7 +13,7 @@ from ramify.train import Batch, Trainer, TrainerConfig, load_loss, pack_forests
 from ramify.train.build import freeze_vision_tower
 from ramify.train.lora import add_adapters
 from ramify.train.model_inputs import build_model_inputs
-from ramify.train.policy import PolicyModel, get_attention_name
+from ramify.train.policy_model import PolicyModel, get_attention_name
 from tests.support.forests import Attempt
 from tests.support.models import FAMILIES, build_image_inputs, build_vision_model, draw_image_run, load_image
 from tests.support.runs import FULL

@@ -6,5 +6,5 @@ from .losses import Entries as Entries
 from .losses import LossTerm as LossTerm
 from .losses import load_loss as load_loss
 from .metrics import StepMetrics as StepMetrics
-from .policy import load_policy as load_policy
+from .policy_model import load_policy as load_policy
 from .trainer import Trainer as Trainer

@@ -22,7 +22,7 @@ from ramify.train.lora import add_adapters
 from ramify.train.losses import load_loss
 from ramify.train.metrics import MetricSums
 from ramify.train.model_inputs import LoadImage
-from ramify.train.policy import PolicyModel, compile_layers, load_policy
+from ramify.train.policy_model import PolicyModel, compile_layers, load_policy
 from ramify.train.token_stats import TokenStatsWriter
 from ramify.train.trainer import Trainer
 

@@ -28,7 +28,7 @@ from ramify.core.errors import ConfigInvalid, DeadlineExceeded, PeerLost, Proces
 from ramify.processes.wire.listener import open_listener, to_bind_error
 from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
 from ramify.train.config import TrainerConfig
-from ramify.train.policy import PolicyModel
+from ramify.train.policy_model import PolicyModel
 
 RENDEZVOUS_TIMEOUT = 300.0  # seconds for all ranks to join, after the first one has imported torch
 RECONNECT_INTERVAL = 0.2  # seconds between two looks at the store of an older gang

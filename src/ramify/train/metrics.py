@@ -20,7 +20,7 @@ from ramify.model.experts import ATTENTION_LAYER_TYPES
 from ramify.model.weight_counts import WeightCounts
 from ramify.trace import Forest
 from ramify.train.model_inputs import ModelInputs
-from ramify.train.policy import PolicyOutput
+from ramify.train.policy_model import PolicyOutput
 
 FLOPS_FORMULA = (
     "6·(weights in layers)·tokens + 6·vocabulary·width·scored + 12·heads·head_dim·Σ over layers of visible pairs"

@@ -25,7 +25,7 @@ from ramify.train.master_weights import MasterWeights
 from ramify.train.metrics import FlopsModel, MetricAccumulator, MetricSums, StepMetrics
 from ramify.train.model_inputs import LoadImage, ModelInputs, StepImages, bucket_length, build_model_inputs
 from ramify.train.optim import OptimizersContainer
-from ramify.train.policy import PolicyModel, PolicyOutput
+from ramify.train.policy_model import PolicyModel, PolicyOutput
 from ramify.train.token_stats import TokenStatsWriter
 
 STEP_TIMEOUT = 3600.0  # seconds for a GPU to finish a step

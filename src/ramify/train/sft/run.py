@@ -33,7 +33,7 @@ from ramify.train.build import build_trainer, choose_trainer_dtype, get_pack_spe
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.checkpoint_manifest import list_completed_steps
 from ramify.train.distributed import Ranks, init_distributed
-from ramify.train.policy import PolicyOutput
+from ramify.train.policy_model import PolicyOutput
 from ramify.train.publisher import WeightPublisher
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.conversations import SftConversation
