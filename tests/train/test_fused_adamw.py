@@ -10,8 +10,8 @@ from torch import nn
 from ramify.train import Batch, Trainer, TrainerConfig, pack_forests
 from ramify.train.config import OptimConfig
 from ramify.train.master_weights import MasterWeights, round_to_bfloat16
-from ramify.train.moments import FIRST_LEVELS, dequantize_moments
 from ramify.train.optim import OptimizersContainer
+from ramify.train.quantized_moments import FIRST_LEVELS, dequantize_moments
 from tests.support.training import CONFIGS, build_policy, copy_weights
 from tests.train.test_trainer import build_forests
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ramify.model.device_copy import copy_to_device
 from ramify.train.master_weights import MasterWeights
-from ramify.train.moments import BLOCK_VALUES, FIRST_LEVELS, MIN_SCALE, SECOND_LEVELS, allocate_moments
+from ramify.train.quantized_moments import BLOCK_VALUES, FIRST_LEVELS, MIN_SCALE, SECOND_LEVELS, allocate_moments
 
 BLOCK_SIZE, NUM_WARPS = 2048, 8  # few elements per thread, so that many loads are in flight
 FLOAT32_FIELDS = ("exp_avg", "exp_avg_sq", "exp_avg", "exp_avg_sq")  # twice: there are no scales

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ramify.train.config import OptimConfig, ScheduleConfig
 from ramify.train.master_weights import MasterWeights
-from ramify.train.moments import QuantizedAdamW, is_inside_layers
+from ramify.train.quantized_moments import QuantizedAdamW, is_inside_layers
 
 
 class OptimizersContainer:

@@ -6,7 +6,7 @@ import torch
 from ramify.core.errors import CheckpointRefused
 from ramify.train import Trainer, TrainerConfig
 from ramify.train.checkpoint import CheckpointManager
-from ramify.train.moments import allocate_moments, dequantize_moments, is_inside_layers, quantize_moments
+from ramify.train.quantized_moments import allocate_moments, dequantize_moments, is_inside_layers, quantize_moments
 from tests.support.training import CONFIGS, SINGLE_RANK, build_policy, copy_weights, random_batches
 
 
