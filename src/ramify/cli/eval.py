@@ -17,7 +17,7 @@ from ramify.rollout import Environment
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.display import EvalContent
 from ramify.rollout.evals.plan import load_plan
-from ramify.rollout.evals.policy import check_server
+from ramify.rollout.evals.policy_client import check_server
 from ramify.rollout.evals.report import build_report
 from ramify.rollout.evals.run import EvalResult, evaluate, find_rollouts_to_run, get_run_path, with_eval_split
 from ramify.rollout.evals.trace_view import render_trace_tree

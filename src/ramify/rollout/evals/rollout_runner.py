@@ -10,7 +10,7 @@ from ramify.rollout import Environment, repeat_attempt, run_attempt
 from ramify.rollout.attempt import ProgressCallback
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.plan import PlannedRollout
-from ramify.rollout.evals.policy import ServedPolicy
+from ramify.rollout.evals.policy_client import ServedPolicy
 from ramify.rollout.scoring import build_unscored_rewards
 from ramify.trace import Trace
 

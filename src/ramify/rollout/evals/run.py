@@ -19,7 +19,13 @@ from ramify.rollout import Environment, score_group
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.display import REFRESH_INTERVAL, EvalContent, EvalDisplay
 from ramify.rollout.evals.plan import PlannedRollout, compute_task_digest, find_missing, load_plan
-from ramify.rollout.evals.policy import EngineProcess, check_server, check_task_images, fetch_served_model, open_policy
+from ramify.rollout.evals.policy_client import (
+    EngineProcess,
+    check_server,
+    check_task_images,
+    fetch_served_model,
+    open_policy,
+)
 from ramify.rollout.evals.progress import EvalProgress, group_rewards_by_task
 from ramify.rollout.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.rollout.evals.stats import Estimate, clustered_mean, reward_bounds
