@@ -18,7 +18,7 @@ from ramify.core.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from ramify.orchestrate.config import RunConfig
-    from ramify.rollout.evals.watchdog import CrashReporter
+    from ramify.rollout.evals.blocked_loop import CrashReporter
 
 C = TypeVar("C", bound=Config)
 
@@ -53,7 +53,7 @@ def run_config_command(name: str, argv: Sequence[str], *, owns_process: bool) ->
     assert isinstance(command, ConfigCommand)
     if not (command.reports_crashes and owns_process):
         return _run(name, command, argv)
-    reporter: CrashReporter = load("ramify.rollout.evals.watchdog:CrashReporter")()
+    reporter: CrashReporter = load("ramify.rollout.evals.blocked_loop:CrashReporter")()
     if (exit_code := reporter.fork()) is not None:
         return exit_code
     try:

@@ -14,6 +14,7 @@ from ramify.core.errors import StorageFull
 from ramify.core.names import format_count
 from ramify.processes.interpreter import find_other_interpreter, run_command_in
 from ramify.rollout import Environment
+from ramify.rollout.evals.blocked_loop import LoopWatchdog
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.display import EvalContent
 from ramify.rollout.evals.plan import load_plan
@@ -21,7 +22,6 @@ from ramify.rollout.evals.policy_client import check_server
 from ramify.rollout.evals.report import build_report
 from ramify.rollout.evals.run import EvalResult, evaluate, find_rollouts_to_run, get_run_path, with_eval_split
 from ramify.rollout.evals.trace_view import render_trace_tree
-from ramify.rollout.evals.watchdog import LoopWatchdog
 from ramify.rollout.runtime.bwrap import describe_fallback
 from ramify.run.store import RunStore
 

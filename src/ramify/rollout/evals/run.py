@@ -16,6 +16,7 @@ from ramify.env import Taskset
 from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.env.taskset_id import build_taskset_table
 from ramify.rollout import Environment, score_group
+from ramify.rollout.evals.blocked_loop import LoopWatchdog
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.display import REFRESH_INTERVAL, EvalContent, EvalDisplay
 from ramify.rollout.evals.plan import PlannedRollout, compute_task_digest, find_missing, load_plan
@@ -30,7 +31,6 @@ from ramify.rollout.evals.progress import EvalProgress, group_rewards_by_task
 from ramify.rollout.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.rollout.evals.stats import Estimate, clustered_mean, reward_bounds
 from ramify.rollout.evals.summary import build_row, flatten_row
-from ramify.rollout.evals.watchdog import LoopWatchdog
 from ramify.run.store import RolloutRecord, RunStore, default_run_name, open_run, storage_call
 from ramify.run.store.environments import (
     ObservedEnvironment,

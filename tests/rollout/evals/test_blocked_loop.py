@@ -16,7 +16,7 @@ PROGRAM = """
 import asyncio
 from pathlib import Path
 
-from ramify.rollout.evals import watchdog
+from ramify.rollout.evals import blocked_loop
 
 watchdog.TIMER_MARGIN = 3.0
 
