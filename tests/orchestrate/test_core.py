@@ -27,9 +27,9 @@ from ramify.orchestrate.curriculum import (
     ShuffleCurriculum,
     SourceMix,
 )
+from ramify.orchestrate.group_scoring import ScoringRules
 from ramify.orchestrate.group_tracker import GroupProgress
 from ramify.orchestrate.reference_scores import NodeScore
-from ramify.orchestrate.scoring import ScoringRules
 from ramify.run.store import RunStore
 from ramify.run.store.audit import audit
 from ramify.run.store.group_state import DropReason, GroupState

@@ -11,8 +11,8 @@ from ramify.infer.client.engine_adapter import WeightUpdateAck
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.curriculum import ShuffleConfig, ShuffleCurriculum, SourceMix
+from ramify.orchestrate.group_scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.group_tracker import QueuedAttempt
-from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.run.store.ledger import CommitRecord, GroupRecord, Ledger
 from ramify.trace.version import PolicyVersion
 from tests.support.traces import make_trace

@@ -14,9 +14,9 @@ from ramify.core.seeds import derive_seed
 from ramify.env.task import compute_content_digest
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore, format_failure
+from ramify.orchestrate.group_scoring import build_rollout_id
 from ramify.orchestrate.group_tracker import GroupProgress, QueuedAttempt, list_system_failures
 from ramify.orchestrate.reference_scores import ReferenceScorer
-from ramify.orchestrate.scoring import build_rollout_id
 from ramify.run.store.group_state import DropReason
 from ramify.run.store.ledger import GroupRecord
 from ramify.run.store.summary import REVISION_KEY, find_agent_failure, summarize_rollout

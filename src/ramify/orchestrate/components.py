@@ -27,10 +27,10 @@ from ramify.orchestrate.connections import REPORT_INTERVAL, RunConnections, Star
 from ramify.orchestrate.core import OrchestratorCore, check_task_counts
 from ramify.orchestrate.curriculum import SourceMix, build_curriculum
 from ramify.orchestrate.filters import Filter
+from ramify.orchestrate.group_scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.online_evals import OnlineEvaluator
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.reference_scores import ReferenceScorer
-from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.untrainable_groups import DEFAULT_NO_SIGNAL_SETTINGS, NoSignalSettings
 from ramify.orchestrate.weight_updates import WeightUpdater

@@ -28,6 +28,13 @@ from ramify.orchestrate.batches import (
     write_top_logprobs,
 )
 from ramify.orchestrate.curriculum import SourceMix
+from ramify.orchestrate.group_scoring import (
+    ScoredGroup,
+    ScoringRules,
+    SourceSpec,
+    build_rollout_id,
+    score_complete_group,
+)
 from ramify.orchestrate.group_tracker import (
     MISSING_REWARD,
     AttemptOutcome,
@@ -38,7 +45,6 @@ from ramify.orchestrate.group_tracker import (
     list_system_failures,
 )
 from ramify.orchestrate.reference_scores import NodeScores, decode_scores, encode_scores, uses_top_logprobs
-from ramify.orchestrate.scoring import ScoredGroup, ScoringRules, SourceSpec, build_rollout_id, score_complete_group
 from ramify.orchestrate.untrainable_groups import UntrainableGroupCounter
 from ramify.run.store import RolloutRecord
 from ramify.run.store.group_state import DropReason, GroupState

@@ -9,9 +9,9 @@ from ramify.env import plugin
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.curriculum import DifficultyConfig, DifficultyCurriculum, SourceMix
+from ramify.orchestrate.group_scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.group_tracker import GroupProgress
 from ramify.orchestrate.progress import RunProgress
-from ramify.orchestrate.scoring import ScoringRules, SourceSpec
 from ramify.run.store import RunLog
 from ramify.run.store.audit import audit
 from ramify.run.store.group_state import DropReason, GroupState
