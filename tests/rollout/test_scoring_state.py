@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.core.errors import OperationInvalid
-from ramify.rollout.scoring import load_state, save_state
+from ramify.rollout.rewards import load_state, save_state
 from ramify.trace import Trace
 from ramify.trace.codec import decode_trace, encode_trace
 

@@ -37,7 +37,7 @@ from ramify.infer.gateway.session import RolloutSession
 from ramify.rollout.environment import Environment
 from ramify.rollout.harness.base import get_user_prompt_texts
 from ramify.rollout.prepared_runtimes import RetryingRuntime, collect_outputs, run_task_commands
-from ramify.rollout.scoring import (
+from ramify.rollout.rewards import (
     SCORING_STATE_KEY,
     build_unscored_rewards,
     raise_environment_faults,

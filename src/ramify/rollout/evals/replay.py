@@ -10,7 +10,7 @@ from ramify.core.errors import ConfigInvalid, EnvironmentFault, Failure
 from ramify.env import RolloutContext, Task
 from ramify.rollout import Environment, score_group, score_trace
 from ramify.rollout.evals.config import EvalConfig
-from ramify.rollout.scoring import SCORING_STATE_KEY, build_unscored_rewards, load_state
+from ramify.rollout.rewards import SCORING_STATE_KEY, build_unscored_rewards, load_state
 from ramify.run.store import RolloutRecord, RunStore
 from ramify.trace import Trace
 

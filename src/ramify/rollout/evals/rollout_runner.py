@@ -11,7 +11,7 @@ from ramify.rollout.attempt import ProgressCallback
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.plan import PlannedRollout
 from ramify.rollout.evals.policy_client import ServedPolicy
-from ramify.rollout.scoring import build_unscored_rewards
+from ramify.rollout.rewards import build_unscored_rewards
 from ramify.trace import Trace
 
 WORKER_WAIT_TIMEOUT = 600.0  # seconds a rollout may wait for a worker
