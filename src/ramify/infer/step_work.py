@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ramify.infer.scheduler import ScheduledChunk
+from ramify.model.active_parameters import WeightCounts
 from ramify.model.device_copy import DevicePeaks, get_device_peaks
 from ramify.model.load import LoadedModel
-from ramify.model.weight_counts import WeightCounts
 
 
 @dataclass(frozen=True, slots=True)

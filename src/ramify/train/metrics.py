@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ramify.model.active_parameters import WeightCounts
 from ramify.model.device_copy import copy_to_device
 from ramify.model.experts import ATTENTION_LAYER_TYPES
-from ramify.model.weight_counts import WeightCounts
 from ramify.trace import Forest
 from ramify.train.model_inputs import ModelInputs
 from ramify.train.policy_model import PolicyOutput
