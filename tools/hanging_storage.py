@@ -301,7 +301,7 @@ def _upload_version(hanging: Path, local: Path) -> Steps:
 
 
 def _verify_version(hanging: Path, local: Path) -> Steps:
-    from ramify.model.manifest import verify_weights
+    from ramify.model.weights_manifest import verify_weights
 
     weights = _publish(hanging)
     yield

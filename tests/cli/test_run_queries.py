@@ -19,7 +19,7 @@ from ramify.core.errors import ConfigInvalid
 from ramify.launch.execution import RunResult
 from ramify.launch.python_api import rl
 from ramify.launch.supervisor import RunOutcome
-from ramify.model.manifest import Manifest
+from ramify.model.weights_manifest import Manifest
 from ramify.run import lock
 from ramify.run.lock import lock_run
 from ramify.run.reader import get_process_state

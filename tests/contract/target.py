@@ -13,7 +13,7 @@ import msgspec
 from ramify.infer.client.engine_adapter import WeightUpdate
 from ramify.infer.client.http_client import HttpClient
 from ramify.infer.client.vllm_adapter import VLLMAdapter
-from ramify.model.manifest import Manifest
+from ramify.model.weights_manifest import Manifest
 from ramify.trace.version import PolicyVersion
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ramify.core.errors import RamifyError, StorageFailed
 from ramify.core.watchdog import WATCHDOG, Watchdog, WatchdogSettings
-from ramify.model.manifest import MANIFEST_FILE, Manifest
+from ramify.model.weights_manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, read_addresses
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.head_log import DirectoryStore

@@ -19,9 +19,9 @@ import pytest
 
 import ramify
 from ramify.infer import Engine, EngineConfig
-from ramify.model.manifest import Manifest, compute_checksum
 from ramify.model.render import load_renderer
 from ramify.model.resolve import resolve_model_path
+from ramify.model.weights_manifest import Manifest, compute_checksum
 from ramify.trace.version import PolicyVersion
 from tests.support.models import DEVICE
 from tests.support.native_server import run_server

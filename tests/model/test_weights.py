@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 from ramify.core.errors import ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine import Engine
-from ramify.model import manifest
 from ramify.model.load import load_model
-from ramify.model.manifest import MANIFEST_FILE, Manifest, compute_checksum
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights import apply_weights, get_untied_tensors, publish_weights, stage_weights
+from ramify.model.weights_manifest import MANIFEST_FILE, Manifest, compute_checksum
 from ramify.trace.version import PolicyVersion
 from tests.support.models import publish_as, reference, write_llama
 
@@ -170,8 +169,8 @@ def test_cached_hub_model_is_resolved_offline(sources, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 4999, 12_345])
 def test_checksum_by_several_threads_is_that_of_the_whole_file(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(manifest, "PART_BYTES", 1000)
-    monkeypatch.setattr(manifest, "READ_BYTES", 300)
+    monkeypatch.setattr(weights_manifest, "PART_BYTES", 1000)
+    monkeypatch.setattr(weights_manifest, "READ_BYTES", 300)
     data = random.Random(size).randbytes(size)
     (tmp_path / "file").write_bytes(data)
     assert compute_checksum(tmp_path / "file") == f"{zlib.crc32(data):08x}"

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from ramify.core.errors import StorageFailed
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model import Manifest
-from ramify.model.manifest import verify_weights
 from ramify.model.weight_buffer import Announcement
+from ramify.model.weights_manifest import verify_weights
 from ramify.trace import PolicyVersion
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig

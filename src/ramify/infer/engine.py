@@ -27,8 +27,8 @@ from ramify.infer.request import EngineRequest, RequestOutput, SamplingParams
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model.images import ProcessedImage
 from ramify.model.load import load_model
-from ramify.model.manifest import MANIFEST_FILE, verify_weights
 from ramify.model.resolve import resolve_model_path
+from ramify.model.weights_manifest import MANIFEST_FILE, verify_weights
 from ramify.processes.training_lock import TrainingLock
 from ramify.run.fencing.token import FencingToken, TokenGate
 from ramify.trace.version import PolicyVersion

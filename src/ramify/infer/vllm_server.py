@@ -19,8 +19,8 @@ from typing import Self
 from ramify.core.errors import DeadlineExceeded, ProviderError
 from ramify.infer.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.infer.config import ServerConfig, VLLMConfig
-from ramify.model.manifest import MANIFEST_FILE, Manifest
 from ramify.model.resolve import resolve_model_path
+from ramify.model.weights_manifest import MANIFEST_FILE, Manifest
 from ramify.processes.child import ChildProcess
 from ramify.processes.exit_codes import EXIT_NOT_STARTED, describe_exit
 from ramify.processes.log import ProcessLog

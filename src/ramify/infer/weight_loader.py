@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from ramify.core.errors import DeadlineExceeded, WeightsReplaced
-from ramify.model.manifest import MANIFEST_FILE
 from ramify.model.remote_weights import fetch_weights
 from ramify.model.weight_buffer import Announcement, BufferUnreadable, WeightBufferReader
 from ramify.model.weights import StagedWeights, stage_weights
+from ramify.model.weights_manifest import MANIFEST_FILE
 
 DIRECTORY_TIMEOUT = 100.0  # seconds for an announced version to be written to its directory
 POLL_INTERVAL = 0.05

@@ -26,7 +26,7 @@ from ramify.core.errors import (
 )
 from ramify.core.files import create_directory
 from ramify.core.watchdog import watch_storage
-from ramify.model.manifest import MANIFEST_FILE, verify_weights
+from ramify.model.weights_manifest import MANIFEST_FILE, verify_weights
 
 UPLOAD_TIMEOUT = 300.0  # seconds of failed uploads after which the trainer fails
 RETRY_DELAY = 2.0  # seconds before a failed upload is tried again

@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from ramify.core.errors import WeightsRefused
 from ramify.core.files import write_atomically
 from ramify.model.device_copy import use_own_stream
-from ramify.model.manifest import check_same_tensors
 from ramify.model.weights import StagedWeights, get_untied_tensors, has_room_for_staging
+from ramify.model.weights_manifest import check_same_tensors
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.trace.version import PolicyVersion
 

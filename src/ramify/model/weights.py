@@ -25,7 +25,7 @@ from ramify.core.errors import WeightsRefused
 from ramify.core.files import create_directory, fsync_path, write_and_fsync
 from ramify.core.watchdog import watch_storage
 from ramify.model.device_copy import use_own_stream
-from ramify.model.manifest import (
+from ramify.model.weights_manifest import (
     Manifest,
     check_checksum,
     check_same_tensors,

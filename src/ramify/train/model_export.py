@@ -20,9 +20,9 @@ from ramify.core.errors import ConfigInvalid
 from ramify.core.files import create_directory
 from ramify.core.names import suggest
 from ramify.model.load import load_config, load_hf_model
-from ramify.model.manifest import MANIFEST_FILE, verify_weights
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN, fetch_model, is_hub_id, resolve_model_path
 from ramify.model.weights import get_untied_tensors, publish_weights, write_safetensors
+from ramify.model.weights_manifest import MANIFEST_FILE, verify_weights
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store import RunStore
 from ramify.run.store.ledger import Ledger

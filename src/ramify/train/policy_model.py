@@ -20,11 +20,11 @@ from ramify.core.errors import EngineIncompatible, ModelUnsupported, RamifyError
 from ramify.model.graph_rewrites import build_compile_backend
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
-from ramify.model.manifest import read_tensor_dtypes
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
 from ramify.model.resolve import fetch_model
 from ramify.model.tree_attention import ATTENTION_NAME, BLOCK_SIZE, get_sliding_windows
 from ramify.model.vision import build_image_inputs, get_vision_tower
+from ramify.model.weights_manifest import read_tensor_dtypes
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
 from ramify.trace.forest import START_LOGPROB
 from ramify.train.batch import START_REFERENCE_COUNT, pack_forests

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from ramify.core.errors import DeadlineExceeded, ProviderError, RequestInvalid, WeightsRefused
 from ramify.infer.client import ClientSampling, vllm_adapter
-from ramify.model.manifest import Manifest, compute_checksum
+from ramify.model.weights_manifest import Manifest, compute_checksum
 from ramify.trace.version import PolicyVersion
 from tests.infer.client.test_replica_pool import SAMPLING, connected
 from tests.support.engine import ScriptedVLLM, hang

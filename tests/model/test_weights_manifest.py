@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ramify.core.errors import WeightsRefused
-from ramify.model.manifest import Manifest, compute_checksum, read_tensor_shapes, verify_weights
+from ramify.model.weights_manifest import Manifest, compute_checksum, read_tensor_shapes, verify_weights
 from ramify.trace.version import PolicyVersion
 
 VERSION = PolicyVersion("policy", 1, 7)
@@ -71,6 +71,6 @@ def test_invalid_version_text_is_none(text):
 
 @pytest.mark.process
 def test_manifests_configs_and_training_data_do_not_import_torch():
-    modules = "ramify.model.manifest, ramify.core.config, tools.tiny.stages"
+    modules = "ramify.model.weights_manifest, ramify.core.config, tools.tiny.stages"
     script = f"import sys, {modules}; from ramify.model import Manifest; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
