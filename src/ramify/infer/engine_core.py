@@ -31,9 +31,9 @@ from ramify.infer.images import ImageReference, UploadedImages
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.model_runner import ModelRunner, count_logit_rows
 from ramify.infer.request import EngineRequest, SamplingParams
+from ramify.infer.roofline import build_step_work
 from ramify.infer.sampler import compute_top_logprobs, sample_tokens
 from ramify.infer.scheduler import ScheduledChunk, Scheduler
-from ramify.infer.step_work import build_step_work
 from ramify.model.load import LoadedModel
 from ramify.model.logprob_check import compute_logprobs
 from ramify.model.weights import StagedWeights, apply_weights, get_untied_tensors

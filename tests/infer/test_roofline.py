@@ -3,8 +3,8 @@
 import pytest
 
 from ramify.infer.request import SamplingParams
+from ramify.infer.roofline import StepWork, build_step_work
 from ramify.infer.scheduler import ScheduledChunk
-from ramify.infer.step_work import StepWork, build_step_work
 from ramify.model.device_copy import DEVICE_PEAKS, DevicePeaks, get_device_peaks
 from tests.support.models import VOCAB, build_core, run, write_llama, write_qwen3_next
 
