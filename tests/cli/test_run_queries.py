@@ -16,6 +16,7 @@ import pytest
 from ramify.cli.app import main
 from ramify.cli.metrics import smooth
 from ramify.core.errors import ConfigInvalid
+from ramify.launch import python_api
 from ramify.launch.execution import RunResult
 from ramify.launch.python_api import rl
 from ramify.launch.supervisor import RunOutcome

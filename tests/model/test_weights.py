@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from ramify.core.errors import ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine import Engine
+from ramify.model import weights_manifest
 from ramify.model.load import load_model
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights import apply_weights, get_untied_tensors, publish_weights, stage_weights
