@@ -108,7 +108,9 @@ def _find_disk_problems(config: RunConfig) -> list[ConfigProblem]:
 def _find_sink_problems(config: RunConfig) -> list[ConfigProblem]:
     if not config.monitor.sinks:
         return []
-    from ramify.launch.monitor import check_sinks_installed  # imports numpy, which a run without sinks does not need
+    from ramify.launch.metric_sinks import (
+        check_sinks_installed,  # imports numpy, which a run without sinks does not need
+    )
 
     try:
         check_sinks_installed(config)

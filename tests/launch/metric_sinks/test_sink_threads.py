@@ -2,7 +2,7 @@
 
 import threading
 
-from ramify.launch.monitor import MonitorSinks
+from ramify.launch.metric_sinks import MonitorSinks
 
 LONG = 30.0  # seconds; no test should wait this long
 

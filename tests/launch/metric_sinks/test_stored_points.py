@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ramify.launch.monitor import build_samples, open_monitor_sinks
-from ramify.launch.monitor.sinks import TensorBoardSink
+from ramify.launch.metric_sinks import build_samples, open_monitor_sinks
+from ramify.launch.metric_sinks.sinks import TensorBoardSink
 from ramify.orchestrate.config import RunConfig
-from tests.launch.monitor.test_sinks import BASE64, LABEL, build_rollout
+from tests.launch.metric_sinks.test_sinks import BASE64, LABEL, build_rollout
 from tests.support.processes import wait_until
 
 Point = tuple[int, str, float]
