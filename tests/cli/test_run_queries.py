@@ -21,14 +21,13 @@ from ramify.launch.execution import RunResult
 from ramify.launch.python_api import rl
 from ramify.launch.supervisor import RunOutcome
 from ramify.model.weights_manifest import Manifest
-from ramify.run import lock
-from ramify.run.lock import lock_run
 from ramify.run.reader import get_process_state
 from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 from ramify.run.store import RunStore
 from ramify.run.store.group_state import DropReason
 from ramify.run.store.ledger import GroupRecord, Ledger
 from ramify.run.store.run_log import MetricPoint, RunLog
+from ramify.run.supervisor_lock import lock_run
 from ramify.trace.version import PolicyVersion
 from tests.support.processes import wait_until
 from tests.support.status import make_state, serve_status

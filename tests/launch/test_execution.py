@@ -19,12 +19,11 @@ from ramify.launch.launcher import ProcessRole
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.config import RunConfig
-from ramify.run import lock
-from ramify.run.lock import lock_run
 from ramify.run.state import RunPhase
 from ramify.run.store import RunStore
 from ramify.run.store.environments import ObservedEnvironment, record_environments
 from ramify.run.store.run_log import RunLog
+from ramify.run.supervisor_lock import lock_run
 from ramify.train import weights_directory
 from tests.support.display import RecordingDisplay
 from tests.support.plans import plan_here

@@ -13,10 +13,10 @@ from ramify.model.render import load_renderer
 from ramify.model.resolve import is_hub_id, resolve_model_path
 from ramify.orchestrate.config import RunConfig
 from ramify.processes.wire.address import check_bind_address
-from ramify.run.lock import lock_run
 from ramify.run.store import RunStore
 from ramify.run.store.run_directory import check_identity
 from ramify.run.store.run_store import DATABASE_NAME
+from ramify.run.supervisor_lock import lock_run
 
 
 def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool = False) -> None:

@@ -40,13 +40,13 @@ from ramify.launch.supervised_process import EarlierProcess
 from ramify.launch.supervisor import ALIVE_STATES, RunOutcome, Supervisor
 from ramify.orchestrate.address_book import ADDRESS_BOOK_FILE, write_addresses
 from ramify.run.fencing.token import FencingToken
-from ramify.run.lock import lock_run
 from ramify.run.reader import INTERRUPTED_EVENT, ask_orchestrator
 from ramify.run.state import OrchestratorState, ProcessState, ProcessStatus, RunState, SupervisorState
 from ramify.run.store import RunStore, storage_call
 from ramify.run.store.head_replication import POLL_INTERVAL
 from ramify.run.store.index import DATABASE_NAME
 from ramify.run.store.run_log import RunLog, read_metrics_by_step
+from ramify.run.supervisor_lock import lock_run
 
 LEASES_DIR = "leases"  # in the shared directory
 EXITED_STATES = (ProcessState.WAITING, ProcessState.ENDED)  # of processes that do not run

@@ -14,12 +14,12 @@ import msgspec
 import psutil
 
 from ramify.core.errors import ConfigInvalid, ProviderError
-from ramify.run.lock import RunSupervisor, find_supervisor
 from ramify.run.state import OrchestratorState, ProcessState, RunState, SupervisorState
 from ramify.run.store import RunStore
 from ramify.run.store.locks import find_writer
 from ramify.run.store.run_log import MetricPoint, RunLog
 from ramify.run.store.run_store import LOCK_NAME
+from ramify.run.supervisor_lock import LockHolder, find_supervisor
 
 DEFAULT_TIMEOUT = 5.0  # seconds for a response
 FRESH_STATE = 60.0  # seconds between this machine's clock and the last state of a run that runs on another one
@@ -45,7 +45,7 @@ class ObservedRun(NamedTuple):
     activity: RunActivity
     state: RunState
     is_live: bool = False
-    holder: RunSupervisor | None = None
+    holder: LockHolder | None = None
 
 
 class MetricRow(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ def _ask_run(path: Path, address: str, timeout: float) -> OrchestratorState | No
     return state if Path(state.run).name == path.resolve().name else None
 
 
-def _was_written_by(state: SupervisorState | None, holder: RunSupervisor) -> bool:
+def _was_written_by(state: SupervisorState | None, holder: LockHolder) -> bool:
     """Return whether a supervisor has written the part, not one of an earlier start.
 
     The pid alone does not decide: it is unknown for another container, and may be the same in each new one.

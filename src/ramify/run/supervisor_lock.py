@@ -18,7 +18,7 @@ from ramify.run.store.locks import describe_holders, find_writer, write_holder
 LOCK_SUFFIX = "lock"  # of the file beside the run directory
 
 
-class RunSupervisor(NamedTuple):
+class LockHolder(NamedTuple):
     """The process that holds the lock of a run."""
 
     pid: int  # 0 for a process in another container
@@ -48,12 +48,12 @@ def lock_run(path: Path) -> Generator[None]:
         yield
 
 
-def find_supervisor(path: Path) -> RunSupervisor | None:
+def find_supervisor(path: Path) -> LockHolder | None:
     """Return the process on this machine that supervises the run; None if there is none."""
     file = _get_lock_file(path.absolute())
     pid = find_writer(file)
     try:
-        return None if pid is None else RunSupervisor(pid, file.stat().st_mtime)
+        return None if pid is None else LockHolder(pid, file.stat().st_mtime)
     except OSError:  # it was removed meanwhile
         return None
 
