@@ -15,7 +15,7 @@ from ramify.cli.doctor import CheckResult, print_report
 from ramify.core.console import PipeConsole
 from ramify.launch.machine import CgroupLimits, count_usable_cores, read_cgroup_limits
 from ramify.model.precision import cpu_has_bfloat16
-from ramify.processes.probe import run_probe
+from ramify.processes.program import run_program
 from tests.support.processes import wait_until_ended
 
 pytestmark = pytest.mark.process
@@ -190,7 +190,7 @@ def test_no_cgroup_means_no_limit(tmp_path):
 
 def test_hanging_program_is_killed_with_its_children(tmp_path):
     write_program(tmp_path, "hang", f"sleep 600 & echo $! > {tmp_path}/child; wait")
-    result = run_probe([str(tmp_path / "hang")], timeout=1.0)
+    result = run_program([str(tmp_path / "hang")], timeout=1.0)
     assert not result.ok
     assert "1 s" in result.text
     child = int((tmp_path / "child").read_text(encoding="utf-8"))
@@ -198,6 +198,6 @@ def test_hanging_program_is_killed_with_its_children(tmp_path):
 
 
 def test_missing_program_is_a_failed_probe():
-    result = run_probe(["no-such-program-anywhere"], timeout=5.0)
+    result = run_program(["no-such-program-anywhere"], timeout=5.0)
     assert not result.ok
     assert "no-such-program-anywhere" in result.text

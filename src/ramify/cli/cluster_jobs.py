@@ -11,7 +11,7 @@ from ramify.launch.capacity import build_allocation_warning, check_allocation
 from ramify.launch.kubernetes import build_manifests, format_yaml
 from ramify.launch.slurm import build_batch_script
 from ramify.orchestrate.config import RunConfig
-from ramify.processes.probe import run_probe
+from ramify.processes.program import run_program
 from ramify.run.store import wrap_storage_errors
 
 SUBMIT_TIMEOUT = 60.0  # seconds
@@ -47,7 +47,7 @@ def write_slurm_script(call: ConfigCall[RunConfig]) -> int:
     if not submit:
         print(f"submit it with: sbatch {file}")
         return 0
-    result = run_probe(["sbatch", str(file)], timeout=SUBMIT_TIMEOUT)
+    result = run_program(["sbatch", str(file)], timeout=SUBMIT_TIMEOUT)
     if not result.ok:
         raise ProcessDied(f"sbatch did not take the job: {result.text}")
     print(result.text.strip())

@@ -25,7 +25,7 @@ from rich.text import Text
 from ramify import __version__
 from ramify.core.console import PipeConsole
 from ramify.launch.machine import count_usable_cores, get_usable_memory, read_cgroup_limits
-from ramify.processes.probe import run_probe
+from ramify.processes.program import run_program
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
 
 STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
@@ -142,7 +142,7 @@ def check_torch() -> list[CheckResult]:
         installed = version("torch")
     except PackageNotFoundError:
         return [CheckResult("torch", "missing", "not installed", *torch_advice), unknown_gpu]
-    probe = run_probe([sys.executable, "-c", TORCH_PROBE_SCRIPT], timeout=TORCH_IMPORT_TIMEOUT)
+    probe = run_program([sys.executable, "-c", TORCH_PROBE_SCRIPT], timeout=TORCH_IMPORT_TIMEOUT)
     if not probe.ok:
         detail = f"{installed}, but it cannot be imported: {probe.text}"
         return [CheckResult("torch", "broken", detail, *torch_advice), unknown_gpu]
@@ -195,7 +195,7 @@ def check_node() -> list[CheckResult]:
     advice = ("agent programs that are npm packages, started by your own harness", "install Node.js 20 or newer")
     if shutil.which("node") is None:
         return [CheckResult("Node", "missing", "no node on PATH", *advice)]
-    probe = run_probe(["node", "--version"], timeout=VERSION_TIMEOUT)
+    probe = run_program(["node", "--version"], timeout=VERSION_TIMEOUT)
     if probe.ok:
         return [CheckResult("Node", "ok", probe.text.removeprefix("v"))]
     return [CheckResult("Node", "broken", probe.text, *advice)]

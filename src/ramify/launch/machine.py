@@ -16,7 +16,7 @@ import psutil
 
 from ramify.core.errors import ConfigInvalid
 from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode
-from ramify.processes.probe import run_probe
+from ramify.processes.program import run_program
 from ramify.rollout.envserver.config import count_available_cores
 
 GIB = 1 << 30
@@ -60,7 +60,7 @@ def list_visible_gpus() -> list[Gpu]:
 
 
 def _query_driver(command: Sequence[str]) -> str:
-    probe = run_probe(command, timeout=QUERY_TIMEOUT)
+    probe = run_program(command, timeout=QUERY_TIMEOUT)
     return probe.text if probe.ok else ""
 
 

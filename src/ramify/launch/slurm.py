@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
-from ramify.processes.probe import run_probe
+from ramify.processes.program import run_program
 
 STOP_MARGIN = 30  # of the seconds before the end of an allocation, for all processes to end after the checkpoint
 START_TIMEOUT = 600  # seconds for Ray to start on a wave of nodes
@@ -76,7 +76,7 @@ def _find_setup_problems(commands: Sequence[str]) -> list[tuple[str, str]]:
     problems: list[tuple[str, str]] = []
     for index, command in enumerate(commands):
         group = f"{{\n:\n{command}\n}}"  # a command that is not complete takes the closing brace as part of it
-        result = run_probe(["bash", "-c", CHECK_SYNTAX, "bash", group], timeout=SYNTAX_CHECK_TIMEOUT)
+        result = run_program(["bash", "-c", CHECK_SYNTAX, "bash", group], timeout=SYNTAX_CHECK_TIMEOUT)
         if not result.ok or result.text:
             reason = re.sub(r"^bash: -c: line \d+: ", "", result.text)
             problem = f"expected a complete shell command, got {command!r} ({reason})"

@@ -12,14 +12,14 @@ from typing import NamedTuple
 from ramify.processes.cleanup import kill_process_group
 
 
-class ProbeResult(NamedTuple):
+class ProgramResult(NamedTuple):
     """The output of the program if `ok`, else the reason of the failure."""
 
     ok: bool
     text: str
 
 
-def run_probe(command: Sequence[str], *, timeout: float) -> ProbeResult:
+def run_program(command: Sequence[str], *, timeout: float) -> ProgramResult:
     """Run `command` for at most `timeout` seconds. Never raises: a failure is a result, too."""
     try:
         process = subprocess.Popen(
@@ -32,17 +32,17 @@ def run_probe(command: Sequence[str], *, timeout: float) -> ProbeResult:
             start_new_session=True,
         )
     except OSError as error:
-        return ProbeResult(False, f"{command[0]} cannot be started: {error.strerror}")
+        return ProgramResult(False, f"{command[0]} cannot be started: {error.strerror}")
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        return ProbeResult(False, f"timed out after {timeout:g} s")
+        return ProgramResult(False, f"timed out after {timeout:g} s")
     finally:
         _kill_session(process)
     if process.returncode == 0:
-        return ProbeResult(True, stdout.strip())
+        return ProgramResult(True, stdout.strip())
     lines = (stderr.strip() or stdout.strip()).splitlines()
-    return ProbeResult(False, lines[-1] if lines else f"exit code {process.returncode}")
+    return ProgramResult(False, lines[-1] if lines else f"exit code {process.returncode}")
 
 
 def _kill_session(process: subprocess.Popen[str]) -> None:
