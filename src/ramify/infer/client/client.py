@@ -17,7 +17,6 @@ from ramify.core.async_calls import fail_after
 from ramify.core.errors import ProviderError, RamifyError, RequestInvalid, WeightsRefused, WeightsReplaced
 from ramify.infer.client.completion import ClientSampling, Completion
 from ramify.infer.client.config import ClientConfig
-from ramify.infer.client.discovery import detect_engine, sync_weights
 from ramify.infer.client.engine_adapter import (
     EngineAdapter,
     KVMode,
@@ -26,6 +25,7 @@ from ramify.infer.client.engine_adapter import (
     WeightUpdate,
     WeightUpdateAck,
 )
+from ramify.infer.client.engine_detection import detect_engine, sync_weights
 from ramify.infer.client.generate_api import GenerateRequest, RequestImage
 from ramify.infer.client.http_client import (
     ConnectFailed,

@@ -14,7 +14,7 @@ import msgspec
 
 from ramify.core.errors import ConfigInvalid, EngineIncompatible, ModelNotFound, ProviderError, RequestInvalid
 from ramify.infer.client import ClientConfig, InferenceClient
-from ramify.infer.client.discovery import MODELS_PATH
+from ramify.infer.client.engine_detection import MODELS_PATH
 from ramify.infer.client.http_client import (
     ConnectFailed,
     HttpClient,
