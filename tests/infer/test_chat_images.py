@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
 
 from ramify.infer.client import ClientSampling, InferenceClient
-from ramify.infer.client.generate_api import RequestImage
+from ramify.infer.client.generate_messages import RequestImage
 from ramify.infer.dialects.media import media_to_url
 from ramify.model.render import load_renderer
 from ramify.trace import MediaPart, Message, TextPart

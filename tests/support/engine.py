@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ramify.infer.client import ClientSampling, Completion
-from ramify.infer.client.generate_api import RequestImage
+from ramify.infer.client.generate_messages import RequestImage
 from ramify.infer.client.stall_clock import StallClock
 from ramify.model.images import ProcessedImage
 from ramify.model.render import load_renderer

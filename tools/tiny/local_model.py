@@ -12,7 +12,7 @@ import numpy as np
 
 from ramify.infer import Engine, EngineConfig, SamplingParams
 from ramify.infer.client import ClientSampling, Completion
-from ramify.infer.client.generate_api import RequestImage
+from ramify.infer.client.generate_messages import RequestImage
 from ramify.infer.client.stall_clock import StallClock
 from ramify.infer.gateway.config import SamplingConfig
 from ramify.infer.gateway.policy import TokenPolicy

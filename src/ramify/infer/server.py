@@ -27,7 +27,7 @@ from ramify.core.async_calls import cancel_all
 from ramify.core.errors import ConfigInvalid, PortTaken, RamifyError
 from ramify.infer import control_api
 from ramify.infer.client import ClientSampling, Completion
-from ramify.infer.client.generate_api import GenerateRequest, RequestImage
+from ramify.infer.client.generate_messages import GenerateRequest, RequestImage
 from ramify.infer.client.stall_clock import StallClock
 from ramify.infer.config import ServerConfig
 from ramify.infer.control_api import detokenize, tokenize, tokenizer_info

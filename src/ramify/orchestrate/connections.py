@@ -11,7 +11,7 @@ from typing import Any
 from ramify.core.async_calls import cancel_all, fail_after
 from ramify.core.errors import EngineIncompatible, Failure, ProviderError, RamifyError, RequestInvalid
 from ramify.infer.client import ClientConfig, InferenceClient
-from ramify.infer.client.generate_api import decode_json
+from ramify.infer.client.generate_messages import decode_json
 from ramify.infer.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.infer.config import NamedModelConfig
 from ramify.model.render.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ import pytest
 
 from ramify.core.errors import ImageMissing, RequestInvalid
 from ramify.infer.client import ClientSampling
-from ramify.infer.client.generate_api import RequestImage
+from ramify.infer.client.generate_messages import RequestImage
 from ramify.model.images import ProcessedImage
 from tests.infer.client.test_replica_pool import connected
 from tests.support.engine import Exchange, ScriptedEngine

@@ -26,7 +26,7 @@ from ramify.infer.client.engine_adapter import (
     WeightUpdateAck,
 )
 from ramify.infer.client.engine_detection import detect_engine, sync_weights
-from ramify.infer.client.generate_api import GenerateRequest, RequestImage
+from ramify.infer.client.generate_messages import GenerateRequest, RequestImage
 from ramify.infer.client.http_client import (
     ConnectFailed,
     HttpClient,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ramify.core.errors import ImageMissing, RequestInvalid
 from ramify.infer.client.completion import ClientSampling, Completion
-from ramify.infer.client.generate_api import (
+from ramify.infer.client.generate_messages import (
     GENERATE_PATH,
     IMAGES_PATH,
     GenerateChoice,

@@ -9,7 +9,7 @@ from ramify.core.config.schema import is_dict, is_list
 from ramify.core.errors import EngineIncompatible, ProviderError, WeightsRefused
 from ramify.infer.client.completion import ClientSampling
 from ramify.infer.client.engine_adapter import EngineAdapter, WeightUpdate
-from ramify.infer.client.generate_api import (
+from ramify.infer.client.generate_messages import (
     GENERATE_PATH,
     GenerateChoice,
     GenerateRequest,

@@ -36,7 +36,7 @@ from ramify.core.errors import (
     WeightsRefused,
 )
 from ramify.infer.client.engine_adapter import EngineAdapter, PauseMode, UnknownWeights, WeightUpdate
-from ramify.infer.client.generate_api import GenerateChoice, GenerateRequest, decode_json
+from ramify.infer.client.generate_messages import GenerateChoice, GenerateRequest, decode_json
 from ramify.infer.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.model.resolve import read_vocab_size
 from ramify.model.weights_manifest import verify_weights

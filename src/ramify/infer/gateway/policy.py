@@ -16,7 +16,7 @@ from ramify.core.async_calls import fail_after, retry
 from ramify.core.errors import ModelUnsupported, ProviderError, RequestInvalid
 from ramify.infer.client import ClientSampling, Completion
 from ramify.infer.client.completion import NO_SAMPLED_TOKENS, SampledTokens
-from ramify.infer.client.generate_api import RequestImage
+from ramify.infer.client.generate_messages import RequestImage
 from ramify.infer.client.http_client import ConnectFailed, HttpClient, ResponseLost, ServerBusy, send_request
 from ramify.infer.client.stall_clock import StallClock
 from ramify.infer.dialects.chat_format import format_message, parse_chat_completion

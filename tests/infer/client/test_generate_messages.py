@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ramify.core.errors import ProviderError
-from ramify.infer.client.generate_api import (
+from ramify.infer.client.generate_messages import (
     GenerateResponse,
     decode_json,
     get_sampled_tokens,
