@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ramify.orchestrate.config import EXIT_RESUMABLE
+from ramify.orchestrate.run_config import EXIT_RESUMABLE
 from ramify.run import reader
 from ramify.run.reader import read_metrics
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from _check import Row, finish, parser
 
-from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.orchestrator import Orchestrator
+from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.wire import IncomingRequest, WireClient, WireMessage, WireServer
 from ramify.rollout.envserver.messages import (
     EnvServerHealth,

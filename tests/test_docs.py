@@ -12,7 +12,7 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.core.config import parse
-from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
+from ramify.orchestrate.run_config import EvalSourceConfig, RunConfig, TrainSourceConfig
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -25,7 +25,7 @@ from tools.stoppable_storage import StoppableStorage
 
 if TYPE_CHECKING:
     from ramify.launch.supervised_process import ProcessSpec
-    from ramify.orchestrate.config import RunConfig
+    from ramify.orchestrate.run_config import RunConfig
     from ramify.run.store.head_replication import HeadReplicator
     from ramify.train.distributed import Ranks
     from ramify.train.trainer import Trainer
@@ -369,7 +369,7 @@ PROBES = [
 
 
 def _build_config(output: Path, shared: Path | None, **more: Any) -> RunConfig:
-    from ramify.orchestrate.config import RunConfig
+    from ramify.orchestrate.run_config import RunConfig
 
     cluster = {} if shared is None else {"shared_directory": shared}
     return RunConfig.model_validate({"name": "run", "output": output, "train": [TRAIN], "cluster": cluster, **more})

@@ -15,7 +15,7 @@ from ramify.launch.process_configs import (
     build_source_addresses,
     build_trainer_config,
 )
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.rollout.envserver.config import EnvServerConfig, StaticPoolConfig
 from ramify.train.config import TrainerProcessConfig
 from tests.support.plans import open_place, plan_here

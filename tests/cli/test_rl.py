@@ -17,7 +17,7 @@ from ramify.cli.arguments import expand_arguments
 from ramify.core.config import parse
 from ramify.core.errors import DeadlineExceeded
 from ramify.infer.config import ExternalServersConfig
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from tests.support.plans import plan_here
 from tests.support.processes import RUNS_FOREVER, fails_with, list_running, read_pids, wait_until
 
@@ -108,7 +108,7 @@ from ramify.launch import plugin_check
 from ramify.infer.config import ExternalServersConfig
 from ramify.launch.machine import assume_machine
 from ramify.launch.plan import format_plan, plan_run
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 
 problems = []
 for file in sys.argv[2:]:

@@ -6,7 +6,7 @@ from ramify.cli import main
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.capacity import check_allocation, choose_moments, find_long_path_warning, place_run
 from ramify.launch.demands import list_planned_nodes
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CheckpointManifest
 from tests.support.plans import build_machine
 from tests.support.ray import StubRay

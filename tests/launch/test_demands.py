@@ -7,7 +7,7 @@ from ramify.launch.demands import GpuDivision, build_demands
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.memory import ModelSize
 from ramify.launch.placement import ProcessDemand, place_processes
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from tests.support.plans import GIB, build_machine
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}

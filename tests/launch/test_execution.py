@@ -18,7 +18,7 @@ from ramify.launch.execution import execute_plan
 from ramify.launch.launcher import ProcessRole
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.supervisor import RunOutcome
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.run.state import RunPhase
 from ramify.run.store import RunStore
 from ramify.run.store.environments import ObservedEnvironment, record_environments

@@ -14,7 +14,7 @@ from ramify.launch.execution import execute_plan
 from ramify.launch.head import check_newest_head, prepare_head, read_local_state
 from ramify.launch.run_directory import FINISHED_KEY, mark_finished, prepare_run_directory
 from ramify.orchestrate.batches import get_top_logprobs_path
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.run.fencing.head_log import DirectoryStore
 from ramify.run.store import RunStore, open_run
 from ramify.run.store.head_replication import HeadReplicator

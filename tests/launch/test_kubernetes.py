@@ -15,7 +15,7 @@ from ramify.cli import main
 from ramify.core.config import parse
 from ramify.core.errors import ConfigInvalid
 from ramify.launch.kubernetes import build_manifests, build_resource_name, format_yaml
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 
 SCHEMA = json.loads((Path(__file__).parent / "rayjob_schema.json").read_text())
 CLUSTER = {

@@ -10,7 +10,7 @@ from ramify.infer.config import EngineConfig, VLLMConfig
 from ramify.launch.memory import MAX_MEMORY_FRACTION, ModelSize, estimate_engine, estimate_trainer
 from ramify.model.load import load_model
 from ramify.model.resolve import resolve_model_path
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from tests.support.models import write_qwen3_next
 
 TRAIN = {"taskset": {"id": "reverse-text"}}

@@ -14,7 +14,7 @@ from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.plan import build_orchestrator_plan, build_plan
 from ramify.launch.published_weights import find_newest_weights
 from ramify.model.weights_manifest import Manifest
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.prefork import get_import_env
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
 from ramify.rollout.envserver.config import EnvServerConfig

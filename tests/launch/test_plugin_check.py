@@ -6,7 +6,7 @@ import pytest
 
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.launch.plugin_check import check_plugin_tables
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from tests.support.images import make_square
 from tests.support.interpreters import TASKSET, make_interpreter
 

@@ -10,7 +10,7 @@ from ramify.launch import run_checks
 from ramify.launch.run_checks import check_run
 from ramify.launch.run_directory import prepare_run_directory
 from ramify.model.resolve import read_vocab_size, resolve_model_path
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("check_plugins_in_process")]
 

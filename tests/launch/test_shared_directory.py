@@ -11,7 +11,7 @@ from ramify.launch.execution import execute_plan
 from ramify.launch.head import link_shared_directory, prepare_head
 from ramify.launch.published_weights import get_served_directory, hold_weights_directory, save_final_weights
 from ramify.model.weights_manifest import Manifest
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.trace.version import PolicyVersion
 from ramify.train import weights_directory
 from ramify.train.config import TrainerProcessConfig

@@ -16,7 +16,7 @@ from ramify.cli.arguments import expand_arguments
 from ramify.core.config import parse
 from ramify.core.errors import ConfigInvalid
 from ramify.launch.slurm import build_batch_script
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 
 pytestmark = pytest.mark.process
 

@@ -9,7 +9,7 @@ from ramify.cli import main
 from ramify.cli.arguments import expand_arguments
 from ramify.core.config import parse
 from ramify.core.errors import ConfigInvalid
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 TRAIN = '--train=[{"taskset": {"id": "reverse-text"}}]'

@@ -17,8 +17,8 @@ from ramify.launch.run_directory import prepare_run_directory
 from ramify.orchestrate.address_book import write_addresses
 from ramify.orchestrate.background import measure_env_servers
 from ramify.orchestrate.components import RunComponents
-from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.connections import StartupReport
+from ramify.orchestrate.run_config import RunConfig
 from ramify.orchestrate.status import build_state, list_waits
 from ramify.rollout.envserver import EnvServer, EnvServerConfig
 from ramify.run.state import OrchestratorState

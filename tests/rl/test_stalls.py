@@ -23,8 +23,8 @@ from ramify.core.errors import (
     StorageFailed,
     StorageFull,
 )
-from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.orchestrator import Orchestrator
+from ramify.orchestrate.run_config import RunConfig
 from ramify.orchestrate.untrainable_groups import NoSignalSettings
 from ramify.rollout.envserver import EnvServer, EnvServerConfig
 from ramify.run.reader import ask_orchestrator

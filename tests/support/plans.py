@@ -6,7 +6,7 @@ from typing import Any
 from ramify.launch.launcher import ClusterNode, ProcessStart
 from ramify.launch.local_launcher import LocalSlot
 from ramify.launch.plan import LaunchPlan, build_plan, format_plan
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.wire.listener import PortReservation
 
 GIB = 1 << 30

@@ -17,7 +17,7 @@ from ramify.core.config import Config, add_origins, find_file_hint, parse, parse
 from ramify.core.errors import ConfigInvalid
 
 if TYPE_CHECKING:
-    from ramify.orchestrate.config import RunConfig
+    from ramify.orchestrate.run_config import RunConfig
     from ramify.rollout.evals.blocked_loop import CrashReporter
 
 C = TypeVar("C", bound=Config)

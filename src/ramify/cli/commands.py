@@ -99,7 +99,7 @@ def switch(name: str, help: str) -> Option:
 
 
 RUN = option("run", metavar="RUN", help="run directory, or name of a run in ./outputs")
-RUN_CONFIG = "ramify.orchestrate.config:RunConfig"
+RUN_CONFIG = "ramify.orchestrate.run_config:RunConfig"
 FILE = {"FILE": "the configuration, in TOML; flags override its keys"}
 FRESH = {"--fresh": "start over; the old run directory is renamed"}
 ACCEPT_CHANGES = {

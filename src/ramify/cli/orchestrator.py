@@ -11,7 +11,7 @@ from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count
 from ramify.infer.config import ExternalServersConfig
 from ramify.launch.metric_sinks import check_sinks_installed
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.trace import Trace
 
 

@@ -23,7 +23,7 @@ from ramify.launch.python_api import rl
 from ramify.launch.run_directory import format_finished
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.cluster_config import find_unused_keys
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.rollout.evals.stats import format_score
 from ramify.run.store import RunStore
 from ramify.run.store.run_log import MetricPoint, RunLog

@@ -16,7 +16,7 @@ from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import GIB, uses_gpu
 from ramify.launch.memory import ModelSize, estimate_trainer
 from ramify.launch.placement import RunPlacement, place_processes
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
 
 TRIED_GPUS = (2, 4, 8)  # of a machine, when a run that does not fit looks for one that it does

@@ -31,7 +31,7 @@ from ramify.launch.placement import ProcessDemand
 from ramify.model.image_support import find_rank_problem, is_vision_model
 from ramify.orchestrate.address_book import MODEL_PREFIX
 from ramify.orchestrate.cluster_config import PlacementConfig
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 ENGINE_PREFIX, ENV_PREFIX = "inference/", "env/"

@@ -11,7 +11,7 @@ from ramify.launch.run_checks import find_run_problems
 from ramify.launch.run_directory import check_environments
 from ramify.model.render import load_renderer
 from ramify.model.resolve import is_hub_id, resolve_model_path
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.wire.address import check_bind_address
 from ramify.run.store import RunStore
 from ramify.run.store.run_directory import check_identity

@@ -28,7 +28,7 @@ import msgspec
 from ramify.core.errors import ConfigInvalid, ProcessReplaced, RunBusy
 from ramify.core.files import fsync_path
 from ramify.core.watchdog import watch_storage
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.run.fencing.head_log import DirectoryStore, HeadLog, LogPosition
 from ramify.run.fencing.token import FencingToken

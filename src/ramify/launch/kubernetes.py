@@ -11,7 +11,7 @@ from typing import Any, cast
 from ramify.core.config import dump_toml
 from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate.cluster_config import ClusterConfig, KubernetesConfig
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 
 MAX_NAME_CHARS = 47  # of a RayJob: the operator appends to it
 CONFIG_DIRECTORY = "/etc/ramify"

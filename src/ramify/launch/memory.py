@@ -28,7 +28,7 @@ from ramify.launch.machine import GIB, list_visible_gpus, uses_gpu
 from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, describe_experts
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights_manifest import read_tensor_shapes
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 from ramify.train.weights_directory import WEIGHTS_DIR
 

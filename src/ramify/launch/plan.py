@@ -44,7 +44,7 @@ from ramify.launch.run_checks import describe_step_size, list_disk_notes, list_m
 from ramify.launch.status_line import describe_last_state
 from ramify.orchestrate.address_book import INFERENCE_KEY, MODEL_PREFIX
 from ramify.orchestrate.cluster_config import ClusterConfig
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
 from ramify.processes.wire.address import is_local

@@ -16,7 +16,7 @@ from ramify.core.errors import ConfigInvalid, ConfigProblem, DeadlineExceeded, E
 from ramify.processes.interpreter import find_other_interpreter
 
 if TYPE_CHECKING:
-    from ramify.orchestrate.config import RunConfig  # the subprocess does not need it
+    from ramify.orchestrate.run_config import RunConfig  # the subprocess does not need it
     from ramify.rollout import Environment
 
 IMPORT_TIMEOUT = 120.0  # seconds for the import of all plugins

@@ -13,7 +13,7 @@ from ramify.core.config import Config
 from ramify.core.errors import ConfigInvalid
 from ramify.infer.config import ExternalServersConfig, NamedModelConfig, VLLMConfig
 from ramify.launch.machine import HOST, list_visible_gpus, uses_gpu
-from ramify.orchestrate.config import RunConfig, TrainSourceConfig
+from ramify.orchestrate.run_config import RunConfig, TrainSourceConfig
 from ramify.rollout.envserver.config import EnvServerConfig, ServedSourceConfig
 
 EVAL_PORT_OFFSET = 1000  # eval source i listens on base_port + EVAL_PORT_OFFSET + i

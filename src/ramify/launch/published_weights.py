@@ -20,7 +20,7 @@ from ramify.launch.head import read_local_state
 from ramify.launch.memory import ModelSize, count_weight_bytes, format_size, get_max_versions
 from ramify.launch.placement import RunPlacement
 from ramify.model.weights_manifest import MANIFEST_FILE, Manifest
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.run.store import storage_call
 from ramify.train.weights_directory import SHM_ROOT, get_weights_directory, lock_directory, remove_stale_directories
 

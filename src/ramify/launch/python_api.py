@@ -12,7 +12,7 @@ from ramify.env.taskset_id import build_taskset_table
 from ramify.launch.plan import build_plan
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.run_checks import check_run, list_start_notes
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.run.supervisor_lock import lock_run
 
 if TYPE_CHECKING:

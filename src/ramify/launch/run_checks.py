@@ -19,7 +19,7 @@ from ramify.model.resolve import (
     read_vocab_size,
     resolve_model_path,
 )
-from ramify.orchestrate.config import RunConfig, uses_model
+from ramify.orchestrate.run_config import RunConfig, uses_model
 from ramify.rollout.runtime.bwrap import describe_fallback
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ramify.core.errors import ConfigInvalid
 from ramify.core.interactive import run_coroutine
 from ramify.orchestrate.batches import get_top_logprobs_path
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.run.fencing.head_log import DirectoryStore
 from ramify.run.store import RunStore, open_run

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ramify.core.errors import ConfigInvalid
-from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
+from ramify.orchestrate.run_config import EXIT_RESUMABLE, RunConfig
 from ramify.processes.program import run_program
 
 STOP_MARGIN = 30  # of the seconds before the end of an allocation, for all processes to end after the checkpoint

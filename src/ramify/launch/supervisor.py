@@ -39,7 +39,7 @@ from ramify.launch.supervised_process import (
     wait_for_silence,
     watch_reachability,
 )
-from ramify.orchestrate.config import EXIT_RESUMABLE
+from ramify.orchestrate.run_config import EXIT_RESUMABLE
 from ramify.processes.child import STOP_TIMEOUT
 from ramify.processes.exit_codes import describe_exit, is_signal_exit
 from ramify.run.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock

@@ -4,10 +4,10 @@ from .algorithms import Algorithm as Algorithm
 from .algorithms import AlgorithmConfig as AlgorithmConfig
 from .batches import BatchGroup as BatchGroup
 from .components import ConcurrencyLimiter as ConcurrencyLimiter
-from .config import RunConfig as RunConfig
 from .core import OrchestratorCore as OrchestratorCore
 from .curriculum import SourceMix as SourceMix
 from .filters import Filter as Filter
 from .filters import FilterConfig as FilterConfig
 from .group_tracker import AttemptQueue as AttemptQueue
 from .group_tracker import GroupTracker as GroupTracker
+from .run_config import RunConfig as RunConfig

@@ -21,7 +21,6 @@ from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.batches import LossNormalization, get_top_logprobs_path
-from ramify.orchestrate.config import RunConfig
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.connections import REPORT_INTERVAL, RunConnections, StartupReport
 from ramify.orchestrate.core import OrchestratorCore, check_task_counts
@@ -31,6 +30,7 @@ from ramify.orchestrate.group_scoring import ScoringRules, SourceSpec
 from ramify.orchestrate.online_evals import OnlineEvaluator
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.reference_scores import ReferenceScorer
+from ramify.orchestrate.run_config import RunConfig
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.untrainable_groups import DEFAULT_NO_SIGNAL_SETTINGS, NoSignalSettings
 from ramify.orchestrate.weight_updates import WeightUpdater

@@ -8,8 +8,8 @@ from typing import Any
 from ramify.core.errors import ConfigInvalid, EngineIncompatible, EnvironmentFault, Failure, RamifyError
 from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.env.task import compute_content_digest
-from ramify.orchestrate.config import EvalSourceConfig, TrainSourceConfig
 from ramify.orchestrate.env_server_pool import EnvServerPool
+from ramify.orchestrate.run_config import EvalSourceConfig, TrainSourceConfig
 from ramify.rollout.envserver.messages import MAX_COUNTED_TASKS
 from ramify.run.store import RunStore
 from ramify.run.store.environments import ObservedEnvironment, get_task_numbers

@@ -17,10 +17,10 @@ from ramify.infer.config import NamedModelConfig
 from ramify.model.render.tokenizer import Tokenizer
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.address_book import INFERENCE_KEY, AddressBook, get_env_key, get_model_key
-from ramify.orchestrate.config import EvalSourceConfig, RunConfig, TrainSourceConfig
 from ramify.orchestrate.connected_source import ConnectedSource, build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.orchestrate.reference_scores import ScoreModel
+from ramify.orchestrate.run_config import EvalSourceConfig, RunConfig, TrainSourceConfig
 from ramify.rollout.envserver.messages import AddressUpdate
 from ramify.run.state import OrchestratorState, RunPhase, Wait
 from ramify.run.store.run_log import RunLog

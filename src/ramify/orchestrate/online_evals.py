@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ramify.core.errors import EnvironmentChanged, Failure, RamifyError
 from ramify.core.seeds import derive_seed
-from ramify.orchestrate.config import EvalSourceConfig
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.group_tracker import find_attempt_failure, list_system_failures
+from ramify.orchestrate.run_config import EvalSourceConfig
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.rollout.evals.stats import choose_ks, clustered_mean, estimate_pass_rates, mean_by_name, safe_mean
 from ramify.run.store import RolloutRecord, RunStore

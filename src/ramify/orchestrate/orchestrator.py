@@ -17,7 +17,7 @@ from ramify.core.names import format_count
 from ramify.orchestrate import background, status
 from ramify.orchestrate.background import ShowSamples
 from ramify.orchestrate.components import LogMetrics, RunComponents
-from ramify.orchestrate.config import EXIT_RESUMABLE, RunConfig
+from ramify.orchestrate.run_config import EXIT_RESUMABLE, RunConfig
 from ramify.orchestrate.untrainable_groups import DEFAULT_NO_SIGNAL_SETTINGS, NoSignalSettings
 from ramify.processes.wire import WireServer
 

@@ -6,7 +6,7 @@ import pytest
 
 from ramify.cli import main
 from ramify.core.config.layers import find_key_hint, load_hints
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.train.sft.config import SftConfig
 
 RUN = 'name = "x"\n[[train]]\ntaskset = { id = "reverse-text" }\n'

@@ -11,7 +11,7 @@ import pytest
 
 from ramify.core.errors import ConfigInvalid
 from ramify.launch.metric_sinks import build_samples, check_sinks_installed, open_monitor_sinks
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.run.store.image_store import ImageStore
 from ramify.trace import MediaPart, Message, TextPart, ToolCall, Trace
 from tests.support.images import make_media

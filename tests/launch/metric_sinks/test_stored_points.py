@@ -10,7 +10,7 @@ import pytest
 
 from ramify.launch.metric_sinks import build_samples, open_monitor_sinks
 from ramify.launch.metric_sinks.sinks import TensorBoardSink
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from tests.launch.metric_sinks.test_sinks import BASE64, LABEL, build_rollout
 from tests.support.processes import wait_until
 

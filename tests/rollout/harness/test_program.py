@@ -12,7 +12,7 @@ from ramify.core.config import parse
 from ramify.core.errors import ConfigInvalid, ProviderError
 from ramify.infer.gateway import Gateway
 from ramify.launch.run_checks import list_runtime_notes
-from ramify.orchestrate.config import RunConfig
+from ramify.orchestrate.run_config import RunConfig
 from ramify.rollout import Environment
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
 from ramify.trace import Trace

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 from ramify.core.errors import ConfigInvalid
 from ramify.launch.metric_sinks.sinks import ConsoleSink, RolloutSample, Sink, TensorBoardSink, TrackioSink, WandbSink
-from ramify.orchestrate.config import RunConfig, TensorboardConfig, TrackioConfig, WandbConfig
+from ramify.orchestrate.run_config import RunConfig, TensorboardConfig, TrackioConfig, WandbConfig
 
 MAX_QUEUED_CALLS = 10_000  # enough for the minutes that opening a sink may take
 MAX_CONSECUTIVE_FAILURES = 5
