@@ -21,6 +21,7 @@ from ramify.launch.execution import RunResult
 from ramify.launch.python_api import rl
 from ramify.launch.supervisor import RunOutcome
 from ramify.model.weights_manifest import Manifest
+from ramify.run import supervisor_lock
 from ramify.run.reader import get_process_state
 from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 from ramify.run.store import RunStore
@@ -232,7 +233,7 @@ def test_why_does_not_take_the_state_of_an_earlier_start_with_the_same_pid(run, 
 
 @pytest.mark.parametrize(("age", "rows"), [(0, PROCESS_ROWS), (60, set())])
 def test_why_of_a_run_that_starts_in_another_container_shows_its_processes(run, capsys, monkeypatch, age, rows):
-    monkeypatch.setattr(lock, "find_writer", lambda path: 0)
+    monkeypatch.setattr(supervisor_lock, "find_writer", lambda path: 0)
     with lock_run(run):
         write_supervisor(run, pid=7, started=time.time() - age)
         assert main(["why", "run"]) == 0
