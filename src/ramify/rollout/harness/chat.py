@@ -5,7 +5,7 @@
 
 It runs inside the worker process: no subprocess, no network hop. A request contains only the new messages and their
 parent node, so a turn of a long conversation costs no more than one of a short conversation. With `compact_at`, a
-conversation that becomes too long goes on from a summary (see `ramify.rollout.harness.compaction`).
+conversation that becomes too long goes on from a summary (see `Compactor`).
 """
 
 import contextlib
