@@ -179,8 +179,9 @@ async def test_slow_stop_hook_counts_towards_the_harness_timeout():
 
 async def test_stall_before_the_harness_phase_is_not_counted():
     clock = StallClock()
-    with clock.track_request(tolerance=0.05):  # a request of `setup`
-        await asyncio.sleep(0.3)
+    clock.start_request(tolerance=0.05)  # a request of `setup`
+    await asyncio.sleep(0.3)
+    clock.end_request()
     with pytest.raises(BudgetExceeded, match=r"longer than 0.1 s$"):
         async with HarnessTimeout(0.1, clock, stall_timeout=0.2):
             await asyncio.sleep(5)

@@ -22,7 +22,7 @@ from ramify.core.errors import ConfigInvalid
 from ramify.core.names import find_similar
 from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 
-QUEUE_TIMEOUT = 0.005  # seconds that a job waits for a busy thread before another one starts
+CHECK_INTERVAL = 0.005  # seconds between two checks whether jobs wait for a busy thread
 IDLE_TIMEOUT = 5.0  # seconds that the last thread waits for a job before it exits
 MAX_THREADS = 64  # threads that run jobs
 MAX_DETACHED_THREADS = 1024  # threads that may run cancelled jobs; further ones count towards MAX_THREADS
@@ -37,7 +37,7 @@ async def run_in_hook_thread(function: Callable[..., Any], kwargs: dict[str, Any
     if threads is None:
         threads = _threads_by_loop[loop] = HookThreads()
     result = await threads.run(_HookJob(function, kwargs, loop.create_future()))
-    return await result if inspect.isawaitable(result) else result
+    return await result if hasattr(type(result), "__await__") else result
 
 
 class _HookJob:
@@ -79,6 +79,9 @@ class HookThreads:
         self._jobs: SimpleQueue[_HookJob] = SimpleQueue()
         self._finished_jobs: deque[_HookJob] = deque()
         self._delivery_scheduled = False  # whether the loop will call `_deliver_one`
+        self._new_jobs: list[_HookJob] = []  # queued since the last `_check_queue`
+        self._waiting_jobs: list[_HookJob] = []  # had not started at the last `_check_queue`
+        self._check_scheduled = False  # whether the loop will call `_check_queue`
         self._num_active = self._num_detached = 0
         self._lock = threading.Lock()
 
@@ -87,21 +90,32 @@ class HookThreads:
         self._jobs.put(job)
         if not self._num_active:
             self._start_thread()
-        timer = job.done.get_loop().call_later(QUEUE_TIMEOUT, self._start_thread_if_queued, job)
+        self._new_jobs.append(job)
+        if not self._check_scheduled:
+            self._schedule_check(job.done.get_loop())
         try:
             await job.done
         except asyncio.CancelledError:
             self._detach(job)
             raise
-        finally:
-            timer.cancel()
         if job.error is not None:
             raise job.error
         return job.result
 
-    def _start_thread_if_queued(self, job: _HookJob) -> None:
-        if not job.started and self._num_active < MAX_THREADS:
-            self._start_thread()
+    def _schedule_check(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._check_scheduled = True
+        loop.call_later(CHECK_INTERVAL, self._check_queue)
+
+    def _check_queue(self) -> None:
+        """Start a thread for each job that waits since the last check. A timer for each job would cost much more."""
+        for job in self._waiting_jobs:
+            if not (job.started or job.done.done()) and self._num_active < MAX_THREADS:
+                self._start_thread()
+        self._waiting_jobs = [job for job in self._new_jobs if not job.started]
+        self._new_jobs.clear()
+        self._check_scheduled = False
+        if self._waiting_jobs:
+            self._schedule_check(asyncio.get_running_loop())
 
     def _detach(self, job: _HookJob) -> None:
         with self._lock:
@@ -132,7 +146,7 @@ class HookThreads:
     def _next_job(self) -> _HookJob | None:
         """Return the next job, or None if the thread should exit: without queued jobs, all threads but one exit.
 
-        If a job is queued at the moment the last thread exits, `_start_thread_if_queued` starts another.
+        If a job is queued at the moment the last thread exits, `_check_queue` starts another.
         """
         try:
             return self._jobs.get_nowait() if self._num_active > 1 else self._jobs.get(timeout=IDLE_TIMEOUT)

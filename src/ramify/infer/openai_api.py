@@ -161,7 +161,7 @@ async def create_chat_completion(
     if max_tokens is None:
         max_tokens = max(1, engine.core.max_model_len - len(prompt_ids))
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    reply_prompt = replace(prompt, allows_calls=allows_calls)
+    reply_prompt = msgspec.structs.replace(prompt, allows_calls=allows_calls)
     formatter = ChatFormatter(renderer, reply_prompt, has_tools=bool(tools), prefill=parser.prefill)
     images = await load_images(prompt, renderer)
     call = _build_call(

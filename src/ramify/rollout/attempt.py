@@ -162,7 +162,7 @@ async def run_attempt(
     env.check_task(task)
     if train and not policy.trainable:
         raise EngineIncompatible(f"{env.name} is trained on, but {policy.name} returns no token ids and logprobs")
-    if env.requires_endpoint and gateway is None:
+    if gateway is None and env.requires_endpoint:
         raise ConfigInvalid(f"{env.name} requires an `endpoint`, but there is no gateway")
     await env.start_pacer.wait_turn()
     runner = AttemptRunner(env, task, policy, gateway, id, group, attempt, seed, train, on_progress)
@@ -276,7 +276,7 @@ class AttemptRunner:
     def _exclude_side_calls(self, session: RolloutSession) -> None:
         """Mark the calls of one agent that `harness.train` excludes from training."""
         if self.env.harness.config.train == "main":
-            side_calls = find_side_calls(session.recorded_calls, get_user_prompt_texts(self.task))
+            side_calls = find_side_calls(session.recorded_calls, lambda: get_user_prompt_texts(self.task))
             for node, reason in sorted(side_calls.items()):
                 session.trace.exclude_from_training(node, reason)
 
@@ -292,7 +292,8 @@ class AttemptRunner:
         if not self._train and any("state" in hook.injected_parameters for hook in self.env.hooks.rewards):
             self.trace.info[SCORING_STATE_KEY] = _save_state_or_reason(self.context.state)
         for session in self.sessions:
-            await score_trace(self.env, replace(self.context, trace=session.trace))
+            context = self.context if session is self.session else replace(self.context, trace=session.trace)
+            await score_trace(self.env, context)
         self.trace.timing.scoring = time.monotonic() - start
 
     async def _replace_runtime(self, outputs: Sequence[str]) -> None:

@@ -70,6 +70,8 @@ class Environment:
     """The sampling parameters, in the form that traces store."""
     runtime_metadata: dict[str, Any]
     """The description of the runtime, in the form that traces store."""
+    idle_runtime: Runtime
+    """A runtime that never starts; it checks tasks."""
     prepared_runtimes: PreparedRuntimes
     """The runtimes that are prepared for the next rollouts."""
     start_pacer: LoopPacer = field(default_factory=LoopPacer)
@@ -104,6 +106,7 @@ class Environment:
         if not isinstance(runtime_config, RuntimeConfig):
             config_type = type(runtime_config).__qualname__
             raise ConfigInvalid(f"its config must derive from RuntimeConfig, found {config_type}", key="runtime")
+        idle_runtime = runtime_class(runtime_config)
         env = cls(
             source=source,
             taskset=taskset,
@@ -113,11 +116,12 @@ class Environment:
             runtime_config=runtime_config,
             limits=source.limits,
             sampling_metadata=source.sampling.model_dump(mode="json"),
-            runtime_metadata=runtime_class(runtime_config).trace_metadata,
+            runtime_metadata=idle_runtime.trace_metadata,
+            idle_runtime=idle_runtime,
             prepared_runtimes=PreparedRuntimes(lambda: runtime_class(runtime_config), runtime_config.num_prepared),
         )
-        env.make_runtime().check_task(Task())
-        harness.check_compatibility(env.hooks, env.make_runtime())
+        env.idle_runtime.check_task(Task())
+        harness.check_compatibility(env.hooks, env.idle_runtime)
         harness.check_limits(env.limits)
         for name, model in harness.config.models.items():
             read_api_key(model.api_key_env, f"harness.models.{name}.api_key_env")
@@ -184,12 +188,8 @@ class Environment:
 
     def check_task(self, task: Task) -> None:
         """Raise ConfigInvalid if the harness or the runtime cannot run the task."""
-        self.make_runtime().check_task(task)
+        self.idle_runtime.check_task(task)
         self.harness.check_task(task, self.hooks)
-
-    def make_runtime(self) -> Runtime:
-        """Return a runtime that is not started yet."""
-        return self.runtime_class(self.runtime_config)
 
     def open_models(self) -> dict[str, Policy]:
         """Return the other models that the harness config names. All rollouts share their connections."""

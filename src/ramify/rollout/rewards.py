@@ -14,7 +14,7 @@ import contextlib
 import json
 import random
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any, cast
 
 from ramify.core.async_calls import fail_after
@@ -125,23 +125,28 @@ def _untag(value: Any) -> Any:
 # Errors of an environment's code become failures with a name.
 
 
-@contextlib.contextmanager
-def raise_environment_faults(what: str) -> Generator[None]:
-    """Raise errors of the block as EnvironmentFault; `what` names the code that runs in it.
+class raise_environment_faults:  # noqa: N801 - used like a function; a class is faster than a generator
+    """Raises errors of the block as EnvironmentFault; `what` names the code that runs in it.
 
     A RamifyError, and the cancellation of the current task itself, pass unchanged. KeyboardInterrupt is an error of the
     code too: at Ctrl-C, asyncio cancels the main task instead of raising it.
     """
-    try:
-        yield
-    except RamifyError:
-        raise
-    except asyncio.CancelledError as error:
-        if is_current_task_cancelled():
-            raise
-        raise EnvironmentFault(f"{what}: CancelledError: something it awaited was cancelled") from error
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
-        raise EnvironmentFault(f"{what}: {describe_exception(error)}") from error
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, asyncio.CancelledError) and not is_current_task_cancelled():
+            raise EnvironmentFault(f"{self._what}: CancelledError: something it awaited was cancelled") from error
+        if isinstance(error, (Exception, KeyboardInterrupt, SystemExit)) and not isinstance(error, RamifyError):
+            raise EnvironmentFault(f"{self._what}: {describe_exception(error)}") from error
 
 
 def build_unscored_rewards(env: Environment) -> dict[str, Any]:

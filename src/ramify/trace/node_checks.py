@@ -53,7 +53,7 @@ def check_node(
     logprobs: Float32Array,
 ) -> None:
     """Raise OperationInvalid if the tokens, spans and logprobs of a node do not fit together."""
-    if len(token_ids) and int(token_ids.min()) < 0:
+    if len(token_ids) and np.minimum.reduce(token_ids) < 0:
         raise OperationInvalid(f"token ids of node {node}: expected ids in [0, 2**31), found a negative one")
     if not -1 <= parent < node:
         raise OperationInvalid(f"parent {parent} of node {node}: expected an earlier node or -1")

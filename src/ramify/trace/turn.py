@@ -8,11 +8,11 @@ conversations with equal text but different tokens are different paths.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from ramify.core.errors import OperationInvalid
 from ramify.trace.columns import Int32Array
@@ -22,8 +22,7 @@ from ramify.trace.node_checks import as_logprobs, as_token_ids
 from ramify.trace.trace import Trace
 
 
-@dataclass(slots=True, frozen=True)
-class PromptMedia:
+class PromptMedia(Struct, frozen=True):
     """An image in the prompt: part `part` of message `message_index`, with the prompt tokens [start, stop)."""
 
     media: Media
@@ -33,8 +32,7 @@ class PromptMedia:
     stop: int
 
 
-@dataclass(slots=True, frozen=True)
-class MessageSpan:
+class MessageSpan(Struct, frozen=True):
     """A message of the prompt and its tokens: from the end of the previous message up to `stop`.
 
     `content_span` is the range of the message's own text, without the chat template. Both are indices into the prompt.
@@ -45,8 +43,7 @@ class MessageSpan:
     content_span: tuple[int, int]
 
 
-@dataclass(slots=True, frozen=True)
-class Turn:
+class Turn(Struct, frozen=True):
     """One model call as the engine received it.
 
     `prompt_ids` are all tokens of the prompt, and `spans` the messages in it; the tokens after the last span are the
@@ -69,7 +66,7 @@ class Turn:
     reply_content_span: tuple[int, int] | None = None
     versions: Sequence[VersionRun] = ()
     media: Sequence[PromptMedia] = ()
-    arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
+    arrays: Mapping[str, npt.NDArray[Any]] = {}
     trainable: bool = True
     prefix_node: int = -1
 

@@ -8,7 +8,7 @@ import pytest
 from ramify.core.errors import ProviderError
 from ramify.infer.client import ClientConfig, ClientSampling, InferenceClient
 from ramify.infer.client.http_client import HttpClient, ResponseLost
-from ramify.infer.client.replica import Replica
+from ramify.infer.client.replica import Replica, TimedRequest
 from ramify.infer.client.stall_clock import StallClock
 from ramify.trace.version import PolicyVersion
 from tests.infer.client.test_replica_pool import QUICK, connected
@@ -36,7 +36,7 @@ async def test_a_removed_unhealthy_server_is_checked_once_per_interval():
 async def test_a_request_can_be_interrupted_twice():
     replica = Replica("http://127.0.0.1:1", HttpClient("http://127.0.0.1:1", connect_timeout=1.0, max_connections=1))
     with pytest.raises(ResponseLost):
-        async with replica.timed_request(StallClock(), movable=True):
+        async with TimedRequest(replica, StallClock(), movable=True):
             replica.interrupt_movable_requests()
             try:
                 await asyncio.Event().wait()

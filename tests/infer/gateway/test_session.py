@@ -2,10 +2,10 @@
 
 import asyncio
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, EnvironmentFault, ProviderError, RequestInvalid
 from ramify.infer.gateway import ModelRequest, RolloutLimits, RolloutSession, SamplingConfig, TokenPolicy

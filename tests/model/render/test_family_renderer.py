@@ -2,10 +2,10 @@
 
 import json
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ramify.core.errors import ConfigInvalid, TemplateRefused
 from ramify.model.render import BreakReason, FamilyRendererConfig, ParseProblemKind, TokenHistory, load_renderer

@@ -4,13 +4,12 @@ The oracle renders everything with Jinja and encodes all of the text. Its texts 
 append-only at a turn: what it writes for the longer conversation begins with the prompt and the reply, or it does not.
 """
 
-from dataclasses import replace
-
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ramify.model.render import RenderedPrompt
 from tests.support.conversations import Conversation, conversations, wild

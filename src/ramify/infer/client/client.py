@@ -35,7 +35,7 @@ from ramify.infer.client.http_client import (
     ServerBusy,
     send_request,
 )
-from ramify.infer.client.replica import EngineLoad, Replica, parse_load, parse_num_steps
+from ramify.infer.client.replica import EngineLoad, Replica, TimedRequest, parse_load, parse_num_steps
 from ramify.infer.client.stall_clock import StallClock
 from ramify.processes.wire.server_pool import ServerPool, ServerState
 from ramify.trace.columns import StructuredArray
@@ -145,10 +145,15 @@ class InferenceClient(ServerPool[Replica]):
         """
         request = GenerateRequest(prompt, sampling, priority, cache_salt, images)
         may_resend = resend_if_lost or (clock is not None and sampling.seed is not None)
-        with contextlib.nullcontext() if clock is None else clock.track_request(self.config.stall_tolerance):
+        if clock is not None:
+            clock.start_request(self.config.stall_tolerance)
+        try:
             return await self._send_with_retries(
                 session, timeout, lambda adapter: adapter.generate(request), may_resend=may_resend, clock=clock
             )
+        finally:
+            if clock is not None:
+                clock.end_request()
 
     async def score(
         self,
@@ -201,7 +206,7 @@ class InferenceClient(ServerPool[Replica]):
             while True:
                 replica = await self._wait_for_replica(session, busy, replica_timeout)
                 last_url = replica.url
-                timed = contextlib.nullcontext() if clock is None else replica.timed_request(clock, movable=may_resend)
+                timed = contextlib.nullcontext() if clock is None else TimedRequest(replica, clock, movable=may_resend)
                 try:
                     with replica.track_request():
                         async with timed:
@@ -342,7 +347,7 @@ class InferenceClient(ServerPool[Replica]):
             try:
                 async with fail_after(self.config.health_timeout, f"{server.url}/health"):
                     await send_request(server.http, "GET", "/health")
-                    if server.has_timed_requests:
+                    if server.timed_requests:
                         await self._record_progress(server)
             except RequestFailed as error:
                 raise ProviderError(str(error)) from error

@@ -1,10 +1,10 @@
 """Sampling parameters and completions, the same for every engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -13,8 +13,7 @@ from ramify.trace import Usage, VersionRun
 FinishReason = Literal["stop", "length", "abort"]
 
 
-@dataclass(frozen=True, slots=True)
-class ClientSampling:
+class ClientSampling(Struct, frozen=True):
     """Sampling parameters. Temperature 0 is greedy. The server's own stop ids apply unless `ignore_eos` is set."""
 
     temperature: float = 1.0
@@ -25,27 +24,32 @@ class ClientSampling:
     max_tokens: int = 16
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    logit_bias: Mapping[int, float] = {}
     grammar: str | None = None  # the grammar that the tokens must follow, in the Lark syntax of llguidance
 
     def to_dict(self) -> dict[str, Any]:
         """Return `sampling_params` of the generate endpoint; parameters that have no effect are omitted."""
         fields: dict[str, Any] = {"temperature": self.temperature, "max_tokens": self.max_tokens, "logprobs": 0}
-        optional: dict[str, tuple[Any, bool]] = {  # value, and whether it has an effect
-            "top_p": (self.top_p, self.top_p < 1),
-            "top_k": (self.top_k, self.top_k > 0),
-            "min_p": (self.min_p, self.min_p > 0),
-            "seed": (self.seed, self.seed is not None),
-            "stop_token_ids": (list(self.stop_ids), bool(self.stop_ids)),
-            "ignore_eos": (True, self.ignore_eos),
-            "logit_bias": ({str(token_id): bias for token_id, bias in self.logit_bias.items()}, bool(self.logit_bias)),
-            "structured_outputs": ({"grammar": self.grammar}, self.grammar is not None),
-        }
-        return fields | {name: value for name, (value, has_effect) in optional.items() if has_effect}
+        if self.top_p < 1:
+            fields["top_p"] = self.top_p
+        if self.top_k > 0:
+            fields["top_k"] = self.top_k
+        if self.min_p > 0:
+            fields["min_p"] = self.min_p
+        if self.seed is not None:
+            fields["seed"] = self.seed
+        if self.stop_ids:
+            fields["stop_token_ids"] = self.stop_ids
+        if self.ignore_eos:
+            fields["ignore_eos"] = True
+        if self.logit_bias:
+            fields["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
+        if self.grammar is not None:
+            fields["structured_outputs"] = {"grammar": self.grammar}
+        return fields
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampledTokens:
+class SampledTokens(Struct, frozen=True, eq=False):
     """The tokens of a sample. `version_runs` are runs over `token_ids`: it may span several versions of the weights."""
 
     token_ids: NDArray[np.int32]
@@ -63,8 +67,7 @@ class SampledTokens:
         return SampledTokens(self.token_ids[:num_tokens], self.logprobs[:num_tokens], tuple(runs))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Completion(SampledTokens):
+class Completion(SampledTokens, frozen=True, eq=False):
     """One sample of an engine."""
 
     finish_reason: FinishReason

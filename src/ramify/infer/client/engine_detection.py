@@ -101,7 +101,9 @@ class NativeAdapter(EngineAdapter):
         return float(response["seconds"])
 
     def _build_body(self, request: GenerateRequest) -> dict[str, Any]:
-        return {**super()._build_body(request), "flat_logprobs": True}
+        body = super()._build_body(request)
+        body["flat_logprobs"] = True
+        return body
 
     def _build_logprobs_start(self, start: int) -> dict[str, int]:
         return {"logprobs_start": start}

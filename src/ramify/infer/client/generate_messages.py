@@ -5,11 +5,11 @@ Responses are decoded into types, so a server that sends something else fails he
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ramify.core.errors import EngineIncompatible, ProviderError
@@ -28,8 +28,7 @@ MAX_EXCERPT_CHARS = 200
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestImage:
+class RequestImage(Struct, frozen=True):
     """An image of a prompt: its placeholder tokens are [start, stop) of the prompt.
 
     `load` waits for the processed image; it is called only if a server does not have the image yet.
@@ -41,8 +40,7 @@ class RequestImage:
     load: Callable[[], Awaitable[ProcessedImage]]
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(Struct, frozen=True):
     """A request for one sample."""
 
     prompt_ids: Sequence[int]
@@ -64,20 +62,20 @@ class GenerateRequest:
         return fields
 
 
-class TokenLogprob(msgspec.Struct, gc=False):
+class TokenLogprob(Struct, gc=False):
     """The logprob of one sampled token and, if requested, of the most likely tokens."""
 
     logprob: float
     top_logprobs: list[dict[str, Any]] = []
 
 
-class ChoiceLogprobs(msgspec.Struct):
+class ChoiceLogprobs(Struct):
     """The logprobs of a choice."""
 
     content: list[TokenLogprob] | None = None
 
 
-class WeightVersionSpan(msgspec.Struct):
+class WeightVersionSpan(Struct):
     """Tokens [start, end) came from the weights with this label, as vLLM reports it."""
 
     version: str
@@ -85,7 +83,7 @@ class WeightVersionSpan(msgspec.Struct):
     end: int
 
 
-class GenerateChoice(msgspec.Struct):
+class GenerateChoice(Struct):
     """One sample. `flat_logprobs` and `policy_versions` come from the native engine, `weight_versions` from vLLM."""
 
     token_ids: list[int] | None = None
@@ -96,19 +94,19 @@ class GenerateChoice(msgspec.Struct):
     weight_versions: list[WeightVersionSpan] | None = None
 
 
-class PromptTokensDetails(msgspec.Struct):
+class PromptTokensDetails(Struct):
     """The number of prompt tokens that were in the server's cache."""
 
     cached_tokens: int | None = None
 
 
-class UsageInfo(msgspec.Struct):
+class UsageInfo(Struct):
     """The token counts that the server reports, as far as they are read."""
 
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class GenerateResponse(msgspec.Struct):
+class GenerateResponse(Struct):
     """The body of a response."""
 
     choices: list[GenerateChoice]
@@ -148,12 +146,10 @@ def get_sampled_tokens(choice: GenerateChoice, server: str) -> tuple[NDArray[np.
     if choice.token_ids and not 0 <= min(choice.token_ids) <= max(choice.token_ids) < TOKEN_ID_LIMIT:
         invalid = next(token_id for token_id in choice.token_ids if not 0 <= token_id < TOKEN_ID_LIMIT)
         raise ProviderError(f"{server} returned token id {invalid}; expected 0 to {TOKEN_ID_LIMIT - 1}")
-    values = np.array(logprobs, np.float64)
-    is_stored = np.abs(values) <= MAX_ABS_LOGPROB  # false also for NaN
-    if not is_stored.all():
-        index = int(is_stored.argmin())
-        raise ProviderError(f"{server} returned logprob {values[index]:g} for token {index} of its sample: not finite")
-    return np.array(choice.token_ids, np.int32), values.astype(np.float32)
+    if logprobs and not -MAX_ABS_LOGPROB <= min(logprobs) <= max(logprobs) <= MAX_ABS_LOGPROB:  # JSON has no NaN
+        index, value = next((index, value) for index, value in enumerate(logprobs) if abs(value) > MAX_ABS_LOGPROB)
+        raise ProviderError(f"{server} returned logprob {value:g} for token {index} of its sample: not finite")
+    return np.array(choice.token_ids, np.int32), np.array(logprobs, np.float32)
 
 
 def build_usage(response: GenerateResponse, request: GenerateRequest, num_sampled: int) -> Usage:
@@ -162,7 +158,7 @@ def build_usage(response: GenerateResponse, request: GenerateRequest, num_sample
     return Usage(len(request.prompt_ids), num_sampled, (details.cached_tokens or 0) if details else 0)
 
 
-class UploadReply(msgspec.Struct, frozen=True):
+class UploadReply(Struct, frozen=True):
     """The reply to the upload of an image. `cache_bytes` is how many bytes of images the server keeps."""
 
     cache_bytes: int | None = None

@@ -165,10 +165,10 @@ class HttpClient:
         import aiohttp
 
         session = self._open_session()
-        headers = self.headers if body is None else {**self.headers, "Content-Type": content_type}
+        data = None if body is None else aiohttp.BytesPayload(body, content_type=content_type)
         try:
-            async with session.request(method, self.base_url + path, data=body, headers=headers) as response:
-                return HttpResponse(response.status, response.headers, await response.read())
+            response = await session.request(method, self.base_url + path, data=data, headers=self.headers)
+            return HttpResponse(response.status, response.headers, await response.read())
         except aiohttp.ConnectionTimeoutError as error:
             message = f"{self.base_url} cannot be reached: no connection within {self._connect_timeout:g} s"
             raise ConnectFailed(message) from error
@@ -198,7 +198,7 @@ class HttpClient:
                 connector=connector,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+                headers={"Accept-Encoding": "identity"},  # responses are small, and often on the same machine
             )
         return self._session
 

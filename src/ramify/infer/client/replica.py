@@ -1,10 +1,8 @@
 """One server (replica) of a client: its connections, its requests in flight whose progress is measured, its load."""
 
 import asyncio
-import contextlib
 import re
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from types import TracebackType
 from typing import NamedTuple
 
 from ramify.core.errors import ProviderError
@@ -51,15 +49,6 @@ def parse_num_steps(metrics: str) -> float | None:
     return sum(counters) if counters else None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TimedRequest:
-    """A request in flight whose rollout measures how long the engine makes no progress."""
-
-    clock: StallClock
-    timeout: asyncio.Timeout | None
-    """Expires to end the request, so that it can be sent to another server; None if it must not be sent twice."""
-
-
 class Replica(PooledServer):
     """One server.
 
@@ -71,7 +60,8 @@ class Replica(PooledServer):
         self.url, self.http = url, http
         self.adapter: EngineAdapter | None = None
         self.last_num_steps: float | None = None
-        self._timed_requests: set[TimedRequest] = set()
+        self.timed_requests: set[TimedRequest] = set()
+        """The requests in flight whose clocks depend on this engine's progress."""
 
     def require_adapter(self) -> EngineAdapter:
         """Return the adapter, which every server that is up has. Raises ProviderError otherwise."""
@@ -83,38 +73,43 @@ class Replica(PooledServer):
         """Close the connections."""
         await self.http.aclose()
 
-    @contextlib.asynccontextmanager
-    async def timed_request(self, clock: StallClock, *, movable: bool) -> AsyncGenerator[None]:
-        """Record the engine's progress in `clock` while a request is in flight.
-
-        A `movable` request may be sent to another server: `interrupt_movable_requests` ends it with ResponseLost.
-        """
-        timeout = asyncio.timeout(None)
-        try:
-            async with timeout:
-                request = TimedRequest(clock, timeout if movable else None)
-                self._timed_requests.add(request)
-                try:
-                    yield
-                finally:
-                    self._timed_requests.remove(request)
-        except TimeoutError as error:
-            if not timeout.expired():
-                raise
-            raise ResponseLost(f"{self.url} failed its health checks") from error
-
-    @property
-    def has_timed_requests(self) -> bool:
-        """Whether the clock of a rollout depends on this engine's progress."""
-        return bool(self._timed_requests)
-
     def interrupt_movable_requests(self) -> None:
         """End the requests in flight that may be sent to another server, unless they are ending already."""
-        for request in self._timed_requests:
-            if request.timeout is not None and request.timeout.when() is None:
-                request.timeout.reschedule(asyncio.get_running_loop().time())
+        for request in self.timed_requests:
+            request.interrupt_if_movable()
 
     def record_progress(self) -> None:
         """Record in the clocks of all requests in flight that the engine makes progress."""
-        for request in self._timed_requests:
+        for request in self.timed_requests:
             request.clock.record_progress()
+
+
+class TimedRequest:
+    """A block in which a request to `replica` is in flight, and `clock` gets the engine's progress.
+
+    A `movable` request may be sent to another server: `interrupt_if_movable` ends the block with ResponseLost.
+    """
+
+    __slots__ = ("_is_movable", "_replica", "_scope", "clock")
+
+    def __init__(self, replica: Replica, clock: StallClock, *, movable: bool) -> None:
+        self._replica, self.clock, self._is_movable = replica, clock, movable
+        self._scope = asyncio.Timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        self._replica.timed_requests.add(self)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._replica.timed_requests.remove(self)
+        try:
+            await self._scope.__aexit__(kind, error, traceback)
+        except TimeoutError as timeout_error:
+            raise ResponseLost(f"{self._replica.url} failed its health checks") from timeout_error
+
+    def interrupt_if_movable(self) -> None:
+        """End the block if the request may be sent to another server, unless it is ending already."""
+        if self._is_movable and self._scope.when() is None:
+            self._scope.reschedule(asyncio.get_running_loop().time())

@@ -9,8 +9,6 @@ A request in the queue of an engine that works on other requests is not stalled.
 """
 
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 
 
 class StallClock:
@@ -23,18 +21,17 @@ class StallClock:
         self.ended_seconds = 0.0
         """Seconds of the stalls that have ended, without the current one."""
 
-    @contextmanager
-    def track_request(self, tolerance: float) -> Generator[None]:
-        """Measure stalls while a request waits; up to `tolerance` seconds without progress do not count."""
+    def start_request(self, tolerance: float) -> None:
+        """Measure stalls until `end_request`; up to `tolerance` seconds without progress do not count."""
         if not self._num_requests:
             self._last_progress = time.monotonic()
         self._num_requests += 1
         self._tolerance = tolerance
-        try:
-            yield
-        finally:
-            self.record_progress()
-            self._num_requests -= 1
+
+    def end_request(self) -> None:
+        """Record that a request has ended, which is progress."""
+        self.record_progress()
+        self._num_requests -= 1
 
     def record_progress(self) -> None:
         """Record that the engine makes progress now, which ends a stall."""

@@ -5,8 +5,9 @@ Requests of every dialect are converted to this form before rendering, so that a
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from ramify.model.render import ParseProblem, ReplyConstraint, ToolSchema
 from ramify.trace import Media, Message, Usage
@@ -19,8 +20,7 @@ SUMMARY_REQUEST = Message(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRequest:
+class ModelRequest(Struct, frozen=True):
     """A model call as requested by a client.
 
     `messages` are the whole conversation or, with `parent_node`, only the messages after the reply at that node.
@@ -29,14 +29,14 @@ class ModelRequest:
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
     model: str = ""
-    sampling_overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sampling_overrides: Mapping[str, Any] = {}
     """Sampling parameters of the client: temperature, top_p, top_k, min_p, max_tokens, seed, and stop (strings)."""
     parent_node: int | None = None
     idempotency_key: str | None = None
     """Requests with the same key share one call."""
     retry_count: int = 0
     """How often the client has sent this request before, according to its headers."""
-    media: Mapping[str, Media] = field(default_factory=dict[str, Media])
+    media: Mapping[str, Media] = {}
     """The media of the messages, by hash."""
     is_remote: bool = False
     """Whether the request came over HTTP; False if the harness made it in this process."""
@@ -50,8 +50,7 @@ class ModelRequest:
     """Why the request leaves the recorded conversations, if the client says so; by default it is inferred."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelReply:
+class ModelReply(Struct, frozen=True):
     """The recorded reply to a model call: `node` is its node in the trace."""
 
     message: Message
@@ -66,8 +65,7 @@ class ModelReply:
     """When the reply was made, in seconds since 1970."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
+class ParsedRequest(Struct, frozen=True):
     """A parsed client request, and the form of its response."""
 
     request: ModelRequest
@@ -76,7 +74,7 @@ class ParsedRequest:
     """Whether a streamed response ends with token counts."""
     custom_tools: frozenset[str] = frozenset()
     """Names of tools that take free text instead of JSON arguments."""
-    namespaced_tools: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    namespaced_tools: Mapping[str, tuple[str, str]] = {}
     """Namespace and name of namespaced tools, by the name that the model sees."""
     encrypts_reasoning: bool = False
     """Whether the client also expects its reasoning as a text that only the server reads."""

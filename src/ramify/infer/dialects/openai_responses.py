@@ -8,10 +8,10 @@ namespace and name.
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from ramify.core.config.schema import is_dict
 from ramify.core.errors import RamifyError, RequestInvalid

@@ -6,8 +6,10 @@ Only the newest entries are kept, so that a server's memory does not grow with t
 import secrets
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from ramify.core.bounded_cache import BoundedCache
 from ramify.core.errors import RequestInvalid

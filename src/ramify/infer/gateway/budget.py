@@ -7,7 +7,8 @@ truncated only because of tokens really used, never because of the order of arri
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ramify.core.errors import BudgetExceeded, ContextOverflow
 from ramify.infer.gateway.config import RolloutLimits
@@ -15,8 +16,7 @@ from ramify.infer.gateway.config import RolloutLimits
 NO_TOKEN_LIMIT = 2**20  # max_tokens of a reply without a limit; the server stops it at the end of its context
 
 
-@dataclass(slots=True, eq=False)
-class BudgetGrant:
+class BudgetGrant(Struct, eq=False):
     """The reservation of a running call: one turn, `input_tokens` of new context, `output_tokens` to sample."""
 
     input_tokens: int

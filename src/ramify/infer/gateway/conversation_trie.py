@@ -13,11 +13,10 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from hashlib import blake2b
 from itertools import takewhile
 
-import msgspec
+from msgspec.structs import replace
 
 from ramify.infer.gateway.canonical import has_same_reasoning, message_key
 from ramify.infer.gateway.policy import SampledReply
@@ -214,10 +213,10 @@ class CallIdRegistry:
                 seed = hashlib.sha256(seed).digest()
                 call_id = seed.hex()[:9]  # nine letters and digits, as the strictest template requires
             self._used_ids.add(call_id)
-            calls.append(call if call_id == call.id else msgspec.structs.replace(call, id=call_id))
+            calls.append(call if call_id == call.id else replace(call, id=call_id))
         if tuple(calls) == sampled.message.tool_calls:
             return sampled
-        message, history = msgspec.structs.replace(sampled.message, tool_calls=tuple(calls)), sampled.history
+        message, history = replace(sampled.message, tool_calls=tuple(calls)), sampled.history
         messages = (*history.messages[:-1], message)
         history = TokenHistory.build(
             messages, history.tools, history.token_ids, num_sampled=history.num_sampled, images=history.images

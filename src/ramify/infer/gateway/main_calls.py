@@ -14,8 +14,9 @@ calls that continue it:
 5. Otherwise all are main: nothing distinguishes them.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+
+from msgspec import Struct
 
 from ramify.model.render.outline import SYSTEM_ROLES
 from ramify.trace import Message, TextPart
@@ -26,8 +27,7 @@ NO_TOOLS_REASON = "offers no tools, unlike other conversations of the agent"
 NO_PROMPT_REASON = "holds neither the task's prompt nor the system prompt that stands before it"
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
+class RecordedCall(Struct, frozen=True):
     """The properties of a recorded call that decide whether it is main."""
 
     node: int
@@ -43,20 +43,23 @@ class RecordedCall:
     """Whether the call was made while the agent ran, not by `setup`, `finalize` or a reward."""
 
 
-def find_side_calls(calls: Sequence[RecordedCall], prompt_texts: Sequence[str]) -> dict[int, str]:
-    """Return why each side call is not main, by its node; `prompt_texts` are the texts of the task's prompt."""
+def find_side_calls(calls: Sequence[RecordedCall], get_prompt_texts: Callable[[], Sequence[str]]) -> dict[int, str]:
+    """Return why each side call is not main, by its node.
+
+    `get_prompt_texts` returns the texts of the task's prompt; it is called only if nothing else decides.
+    """
     first_nodes: dict[int, int] = {}  # by the node of a call, the node of the first call of its conversation
     for call in calls:
         first_node = call.node if call.previous_node is None else first_nodes.get(call.previous_node, call.node)
         first_nodes[call.node] = first_node
     agent_calls = [call for call in calls if call.by_agent]
-    main, reason = _find_main(agent_calls, first_nodes, prompt_texts)
+    main, reason = _find_main(agent_calls, first_nodes, get_prompt_texts)
     by_hooks = {call.node: HOOK_REASON for call in calls if not call.by_agent}
     return by_hooks | {call.node: reason for call in agent_calls if first_nodes[call.node] not in main}
 
 
 def _find_main(
-    calls: Sequence[RecordedCall], first_nodes: Mapping[int, int], prompt_texts: Sequence[str]
+    calls: Sequence[RecordedCall], first_nodes: Mapping[int, int], get_prompt_texts: Callable[[], Sequence[str]]
 ) -> tuple[set[int], str]:
     """Return the main conversations, by the node of their first call, and the reason why others are not main."""
     in_process = {first_nodes[call.node] for call in calls if not call.is_remote}
@@ -66,7 +69,8 @@ def _find_main(
     if with_tools:
         return with_tools, NO_TOOLS_REASON
     openings = {call.node: call.initial_messages for call in calls if call.previous_node is None}
-    with_prompt = {first_node for first_node, opening in openings.items() if _contains_prompt(opening, prompt_texts)}
+    prompts = {text.strip() for text in get_prompt_texts()}
+    with_prompt = {first_node for first_node, opening in openings.items() if _contains_any(opening, prompts)}
     if with_prompt:
         systems = {_get_system_prompt(openings[first_node]) for first_node in with_prompt} - {""}
         same_system = {first_node for first_node, opening in openings.items() if _get_system_prompt(opening) in systems}
@@ -74,12 +78,11 @@ def _find_main(
     return set(first_nodes.values()), ""
 
 
-def _contains_prompt(messages: Sequence[Message], prompt_texts: Sequence[str]) -> bool:
-    stripped_prompts = {text.strip() for text in prompt_texts}
+def _contains_any(messages: Sequence[Message], prompts: Set[str]) -> bool:
     for message in messages:
         parts = () if isinstance(message.content, str) else message.content
         texts = [message.text, *(part.text for part in parts if isinstance(part, TextPart))]
-        if any(text.strip() in stripped_prompts for text in texts):
+        if any(text.strip() in prompts for text in texts):
             return True
     return False
 

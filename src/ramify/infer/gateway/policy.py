@@ -5,12 +5,13 @@ renderers or endpoints; it only uses the number of tokens of a prompt and the sp
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ramify.core.async_calls import fail_after, retry
 from ramify.core.errors import ModelUnsupported, ProviderError, RequestInvalid
@@ -45,8 +46,7 @@ CONNECT_TIMEOUT = 5.0  # seconds to connect to a chat endpoint
 CHAT_BACKOFF = 0.25  # seconds before a request to a chat endpoint is sent again; doubled each time
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
+class PreparedPrompt(Struct, frozen=True):
     """A prompt to sample from.
 
     `new_token_ids` and `spans` are the tokens and messages after the history, in the form of a `Turn`. A policy without
@@ -56,7 +56,7 @@ class PreparedPrompt:
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...]
     spans: tuple[MessageSpan, ...]
-    new_token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
+    new_token_ids: npt.NDArray[np.int32] = NO_TOKENS
     prompt_len: int = 0
     """Number of tokens of the whole prompt."""
     prefix_break: PrefixBreak | None = None
@@ -64,7 +64,7 @@ class PreparedPrompt:
     rendered: RenderedPrompt | None = None
     prefill: str = ""
     """The beginning of the reply, which the client has written; `new_token_ids` ends with its tokens."""
-    media: Mapping[str, Media] = field(default_factory=dict[str, Media])
+    media: Mapping[str, Media] = {}
     """The images of all messages, by hash."""
 
     @property
@@ -74,8 +74,7 @@ class PreparedPrompt:
         return tuple(replace(item, media=self.media[item.media.hash]) for item in located)
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyRequest:
+class PolicyRequest(Struct, frozen=True):
     """A request to sample a reply within `timeout` seconds."""
 
     prompt: PreparedPrompt
@@ -88,8 +87,7 @@ class PolicyRequest:
     allows_calls: bool = True  # whether tool calls in the reply are parsed; otherwise their text is content
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampledReply:
+class SampledReply(Struct, frozen=True, eq=False):
     """A sampled reply. `content_span` is the range of `tokens` before the stop token; `history` ends in the reply."""
 
     message: Message

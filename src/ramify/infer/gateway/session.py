@@ -5,14 +5,16 @@ sampled tokens are reused unchanged; reserves its budget; samples; and is
 recorded before the reply is returned.
 """
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import fields
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from ramify.core.async_calls import fail_after
 from ramify.core.errors import (
@@ -58,8 +60,7 @@ class RolloutSession:
 
     `models` are other policies by the model name that a client requests; every other name selects `policy` or, if
     `serves_any_model` is False, raises ModelNotFound. By default `response_store` is the session's own.
-    `call_timeout` is the maximum time of one call in seconds, including all waiting. `secret` is the API key with which
-    clients of the gateway select this session.
+    `call_timeout` is the maximum time of one call in seconds, including all waiting.
     """
 
     def __init__(
@@ -86,7 +87,6 @@ class RolloutSession:
         self.models, self._serves_any_model = dict(models or {}), serves_any_model
         self.is_training, self.call_timeout = is_training, call_timeout
         self.seed = sampling.seed if seed is None else seed
-        self.secret = secrets.token_urlsafe(32)
         self.on_reply: Callable[[ModelReply], None] | None = None
         """Called with every recorded reply."""
         self.is_agent_running = True
@@ -109,6 +109,11 @@ class RolloutSession:
         self._media: dict[str, Media] = {}
         self._num_calls = 0
         self._num_running, self._busy_since, self._busy_seconds = 0, 0.0, 0.0
+
+    @cached_property
+    def secret(self) -> str:
+        """The API key with which clients of the gateway select this session."""
+        return secrets.token_urlsafe(32)
 
     # -- public calls --------------------------------------------------------------------------------------------------
 
@@ -489,9 +494,11 @@ class RolloutSession:
 def _check_logprobs_finite(policy: Policy, sampled: SampledReply) -> None:
     """Raise ProviderError if a logprob is not finite, because such a sample cannot be trained on."""
     logprobs = sampled.tokens.logprobs
-    not_finite = ~np.isfinite(logprobs)
-    if not_finite.any():
-        index = int(not_finite.argmax())
+    if math.isfinite(np.dot(logprobs, logprobs)):  # much faster than to test each of a few logprobs
+        return
+    is_finite = np.isfinite(logprobs)
+    if not is_finite.all():
+        index = int(is_finite.argmin())
         raise ProviderError(
             f"{policy.name} gave logprob {logprobs[index]:g} for token {index} of its sample: not finite"
         )

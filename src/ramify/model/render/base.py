@@ -12,7 +12,7 @@ engine has seen or sampled is tokenized again, unless the template itself rewrit
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ramify.core.bounded_cache import BoundedCache
 from ramify.core.errors import RequestInvalid
@@ -74,8 +76,7 @@ class PrefixBreak:
         return {"render/breaks": 1.0, f"render/breaks/{self.reason}": 1.0}
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedReply:
+class ParsedReply(Struct, frozen=True):
     """The message parsed from sampled ids. `content_span` is the range of the ids before the stop token."""
 
     message: Message
@@ -83,8 +84,7 @@ class ParsedReply:
     problems: tuple[ParseProblem, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RenderedPrompt:
+class RenderedPrompt(Struct, frozen=True):
     """A prompt to sample from.
 
     `token_ids[:num_reused]` are the unchanged tokens of the history; `new_token_ids` are the tokens after them. `spans`
@@ -172,8 +172,7 @@ class RenderedPrompt:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenHistory:
+class TokenHistory(Struct, frozen=True):
     """A conversation up to the end of a message, with its exact tokens.
 
     The last `num_sampled` ids are a reply of the policy, including the stop token if it was sampled; 0 if the last

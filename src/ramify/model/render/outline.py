@@ -12,11 +12,10 @@ Texts are replaced by a filler word. For the outline plus new messages, a templa
 message as for the whole conversation, and rewrites the outline if it would rewrite the whole conversation.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ramify.trace import Message, ToolCall
@@ -58,8 +57,7 @@ def without_text(message: Message) -> Message:
     return Message(message.role, FILLER_TEXT if kind.has_content else "", kind.reasoning, calls, message.tool_call_id)
 
 
-@dataclass(frozen=True, slots=True)
-class ConversationOutline:
+class ConversationOutline(Struct, frozen=True):
     """A short conversation that a template treats like the real one. See the module docstring for its parts."""
 
     system: tuple[Message, ...] = ()
@@ -79,13 +77,13 @@ class ConversationOutline:
         """Return the outline of the conversation with one more message."""
         textless = without_text(message)
         if message.role == "assistant":
-            return dataclasses.replace(self, current_kinds=self._finished_kinds(), since_last_reply=(textless,))
+            return replace(self, current_kinds=self._finished_kinds(), since_last_reply=(textless,))
         if message.role == "tool" and self.since_last_reply:
-            return dataclasses.replace(self, since_last_reply=(*self.since_last_reply, textless))
+            return replace(self, since_last_reply=(*self.since_last_reply, textless))
         if message.role in SYSTEM_ROLES and not (self.earlier_kinds or self.turn_start or self.since_last_reply):
-            return dataclasses.replace(self, system=(*self.system, textless))
+            return replace(self, system=(*self.system, textless))
         if not self.since_last_reply:
-            return dataclasses.replace(self, turn_start=(*self.turn_start, textless))
+            return replace(self, turn_start=(*self.turn_start, textless))
         earlier = tuple(dict.fromkeys((*self.earlier_kinds, *self._finished_kinds())))
         return ConversationOutline(self.system, earlier, (textless,))
 

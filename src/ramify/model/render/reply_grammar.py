@@ -10,7 +10,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from ramify.core.config.schema import is_dict
 from ramify.core.errors import RequestInvalid
@@ -21,6 +24,8 @@ from ramify.model.render.tool_parsers import CallSyntax, ToolParser, parse_as_te
 from ramify.model.render.tool_parsers.base import ParseProblem, ParseProblemKind
 from ramify.trace import Message, ToolCall
 from ramify.trace.columns import Int32Array
+
+MAX_CACHED_OPENINGS = 64
 
 
 class ReplyParser:
@@ -41,15 +46,15 @@ class ReplyParser:
         self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
         self._reasoning_tags, self._tool_parser = reasoning_tags, tool_parser
         self._surrounding_whitespace = surrounding_whitespace
+        self._opens_reasoning = lru_cache(MAX_CACHED_OPENINGS)(self._decode_opening)
 
     def parse(self, sampled_ids: Int32Array, prompt: RenderedPrompt) -> ParsedReply:
         """Parse the ids sampled after `prompt` into a message."""
         stop = len(sampled_ids) - (len(sampled_ids) > 0 and int(sampled_ids[-1]) in self._stop_ids)
         before, after = self._surrounding_whitespace
         text = self._tokenizer.decode(sampled_ids[:stop]).removeprefix(before).removesuffix(after)
-        opening, tags = self._tokenizer.decode(prompt.generation_prompt_ids), self._reasoning_tags
-        is_open = opening.rfind(tags.start) > opening.rfind(tags.stop)
-        reasoning, content, closed = split_reasoning(text, tags, is_open)
+        is_open = self._opens_reasoning(prompt.generation_prompt_ids.tobytes())
+        reasoning, content, closed = split_reasoning(text, self._reasoning_tags, is_open)
         parse_calls = self._tool_parser if prompt.allows_calls else parse_as_text
         result = parse_calls(content, prompt.tools)
         problems = list(result.problems)
@@ -68,6 +73,11 @@ class ReplyParser:
             )
         message = Message("assistant", result.content, reasoning, calls)
         return ParsedReply(message, (0, stop), tuple(problems))
+
+    def _decode_opening(self, generation_prompt_ids: bytes) -> bool:
+        """Return whether a generation prompt has opened the reasoning. Nearly all prompts of a model have the same."""
+        opening, tags = self._tokenizer.decode(np.frombuffer(generation_prompt_ids, np.int32)), self._reasoning_tags
+        return opening.rfind(tags.start) > opening.rfind(tags.stop)
 
 
 def split_reasoning(text: str, tags: ReasoningTags, is_open: bool) -> tuple[str | None, str, bool]:

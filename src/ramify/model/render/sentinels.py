@@ -8,8 +8,8 @@ user may write "user", and a template may trim, escape, move or omit a text.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ramify.model.render.prompt_images import content_parts, has_images
@@ -19,8 +19,7 @@ from ramify.trace.message import Part
 CONTENT, REASONING, ARGUMENTS = "c", "r", "a"
 
 
-@dataclass(frozen=True, slots=True)
-class TextSlot:
+class TextSlot(Struct, frozen=True):
     """The characters [start, stop) of one text of a message; `part` is its index in a content of several parts."""
 
     message_index: int

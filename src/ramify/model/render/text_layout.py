@@ -6,9 +6,11 @@ with coarser spans.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ramify.core.bounded_cache import BoundedCache
 from ramify.core.errors import TemplateRefused
@@ -21,8 +23,7 @@ GENERATION_PROMPT = MessageKind("generation prompt")
 END_OF_CONVERSATION = MessageKind("nothing")
 
 
-@dataclass(frozen=True, slots=True)
-class Separator:
+class Separator(Struct, frozen=True):
     """The text between two message texts: `body_tail` + `closing` + `opening`.
 
         user       <|im_end|>\\n   <|im_start|>assistant\\n
@@ -158,8 +159,7 @@ def _example_conversation(first: MessageKind, second: MessageKind) -> tuple[int,
 MAX_CACHED_LAYOUTS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class MessageExtent:
+class MessageExtent(Struct, frozen=True):
     """The characters of a message: its body, and the end of the template text that closes it.
 
     The body is what the message itself says: reasoning, content and tool calls.
@@ -169,8 +169,7 @@ class MessageExtent:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class TextLayout:
+class TextLayout(Struct, frozen=True):
     """The text of a conversation, and the extents of the requested messages."""
 
     text: str
@@ -178,8 +177,7 @@ class TextLayout:
     is_coarse: bool = False  # only the ends of messages are known, not their bodies
 
 
-@dataclass(frozen=True, slots=True)
-class MessageLocator:
+class MessageLocator(Struct, frozen=True):
     """Computes the extents of messages; `text_extents` is the range of the texts of each message, by its index."""
 
     separators: SeparatorFinder

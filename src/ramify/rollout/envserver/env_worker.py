@@ -222,7 +222,7 @@ class EnvWorker:
             version=__version__,
             taskset=env.taskset.config.model_dump(mode="json"),
             harness=env.harness.trace_metadata,
-            runtime=env.make_runtime().trace_metadata,
+            runtime=env.runtime_metadata,
             model=self._policy.name,
             trainable=self._policy.trainable,
             rewards={hook.name: hook.weight for hook in env.hooks.rewards},

@@ -8,10 +8,11 @@ parent node, so a turn of a long conversation costs no more than one of a short 
 conversation that becomes too long goes on from a summary (see `Compactor`).
 """
 
-import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from ramify.core.errors import ConfigInvalid, ContextOverflow, ImageInvalid, MalformedCall
 from ramify.env import Hook, RolloutContext, Task, TasksetHooks, ToolSet, User
@@ -156,11 +157,11 @@ class ChatHarness(Harness):
         """Return the messages that start the conversation, and their images by hash."""
         return build_initial_messages(task)
 
-    @contextlib.asynccontextmanager
-    async def _with_mcp_tools(self, tools: ToolSet) -> AsyncGenerator[ToolSet]:
-        if not self.config.mcp:
-            yield tools
-            return
+    def _with_mcp_tools(self, tools: ToolSet) -> AbstractAsyncContextManager[ToolSet]:
+        return self._open_mcp_tools(tools) if self.config.mcp else nullcontext(tools)
+
+    @asynccontextmanager
+    async def _open_mcp_tools(self, tools: ToolSet) -> AsyncGenerator[ToolSet]:
         from ramify.env.mcp import open_mcp_servers
 
         async with open_mcp_servers(self.config.mcp) as mcp_tools:

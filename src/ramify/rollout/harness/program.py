@@ -357,7 +357,7 @@ def _put_last_line_first(output: str) -> str:
 
 def _find_last_reply(session: "RolloutSession", context: RolloutContext) -> str:
     """Return the last reply of the conversation about the task; a program may ask for a title after it."""
-    side_calls = find_side_calls(session.recorded_calls, get_user_prompt_texts(context.task))
+    side_calls = find_side_calls(session.recorded_calls, lambda: get_user_prompt_texts(context.task))
     nodes = [call.node for call in session.recorded_calls if call.node not in side_calls]
     return context.trace.nodes[nodes[-1]].message.text if nodes else context.trace.last_reply
 

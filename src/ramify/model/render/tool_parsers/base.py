@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 WHITESPACE_RE = re.compile(r"\s*")
 MAX_PROBLEMS = 32
@@ -77,13 +79,12 @@ class ToolParseError(Exception):
         self.detail = detail
 
 
-@dataclass
-class ToolParseResult:
+class ToolParseResult(Struct):
     """The text, calls and problems of a reply, collected from left to right."""
 
-    calls: list[RawToolCall] = field(default_factory=list[RawToolCall])
-    problems: list[ParseProblem] = field(default_factory=list[ParseProblem])
-    _text_parts: list[str] = field(default_factory=list[str])
+    calls: list[RawToolCall] = []
+    problems: list[ParseProblem] = []
+    _text_parts: list[str] = []
 
     def add_text(self, text: str) -> None:
         """Add text that is not a call."""
