@@ -1,7 +1,9 @@
 """A task is frozen plain data; its identity is its key or a content digest."""
 
+import pickle
 import subprocess
 import sys
+from copy import deepcopy
 
 import pytest
 from pydantic import ValidationError
@@ -55,3 +57,18 @@ def test_subclass_declares_typed_fields():
     assert Puzzle.from_wire(Puzzle(prompt="p", size=3).to_wire()).size == 3
     with pytest.raises(ValidationError, match="size"):
         Puzzle(prompt="p", size="big")  # type: ignore[arg-type]
+
+
+def test_changed_copy_has_an_identity_of_its_own():
+    task = Task(prompt="one", answer={"parts": {"x": 1}})
+    assert task.model_copy().identity == task.identity
+    changed = task.model_copy(update={"prompt": "two"})
+    assert changed.to_wire() == {"prompt": "two", "answer": {"parts": {"x": 1}}}
+    assert changed.identity == Task.from_wire(changed.to_wire()).identity != task.identity
+
+
+def test_copied_and_unpickled_tasks_are_equal():
+    task = Task(prompt="one", answer={"parts": {"x": 1}})
+    assert task.identity  # cached values are copied too
+    for copy in (task.model_copy(deep=True), deepcopy(task), pickle.loads(pickle.dumps(task))):
+        assert copy == task and copy.identity == task.identity

@@ -132,8 +132,22 @@ class Task(BaseModel):
         return compute_content_digest(self.to_wire())
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the task as plain data, without defaults, so that a field added later does not change identities."""
+        """Return the task as plain data, without defaults, so that a field added later does not change identities.
+
+        The result is computed once and shared; do not change it.
+        """
+        return self._wire
+
+    @cached_property
+    def _wire(self) -> dict[str, Any]:
         return to_plain(self.model_dump(mode="json", exclude_defaults=True), "task")
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with some fields changed, and with an identity of its own."""
+        copy = super().model_copy(update=update, deep=deep)
+        for name in ("identity", "content_digest", "_wire"):
+            copy.__dict__.pop(name, None)
+        return copy
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> Self:

@@ -30,9 +30,7 @@ def to_plain(value: object, key: str, depth: int = 0) -> Any:
     if depth == MAX_DEPTH and isinstance(value, Mapping | list | tuple):
         raise OperationInvalid(f"{key}: a {type(cast(object, value)).__qualname__} nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
-        items = cast(Mapping[object, object], value)
-        inner = partial(to_plain, depth=depth + 1)
-        return CheckedDict(key, {_check_key(name, key): item for name, item in items.items()}, inner)
+        return CheckedDict(key, cast(Mapping[str, object], value), partial(to_plain, depth=depth + 1))
     if isinstance(value, list | tuple):
         return [to_plain(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(cast(Iterable[object], value))]
     if isinstance(value, np.floating):
@@ -94,6 +92,9 @@ class CheckedDict(dict[str, Any]):
         if key not in self:
             self[key] = default
         return self[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # a copy, and what is unpickled, is a plain dict
 
     def __ior__(self, other: Mapping[str, object]) -> "CheckedDict":  # type: ignore[override]
         self.update(other)
