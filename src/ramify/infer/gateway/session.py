@@ -5,7 +5,6 @@ sampled tokens are reused unchanged; reserves its budget; samples; and is
 recorded before the reply is returned.
 """
 
-import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -494,8 +493,6 @@ class RolloutSession:
 def _check_logprobs_finite(policy: Policy, sampled: SampledReply) -> None:
     """Raise ProviderError if a logprob is not finite, because such a sample cannot be trained on."""
     logprobs = sampled.tokens.logprobs
-    if math.isfinite(np.dot(logprobs, logprobs)):  # much faster than to test each of a few logprobs
-        return
     is_finite = np.isfinite(logprobs)
     if not is_finite.all():
         index = int(is_finite.argmin())
