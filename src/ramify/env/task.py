@@ -146,7 +146,7 @@ class Task(BaseModel):
         """Return a copy with some fields changed, and with an identity of its own."""
         copy = super().model_copy(update=update, deep=deep)
         for name in ("identity", "content_digest", "_wire"):
-            copy.__dict__.pop(name, None)
+            vars(copy).pop(name, None)
         return copy
 
     @classmethod
