@@ -8,6 +8,7 @@ import ast
 import inspect
 import itertools
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -169,12 +170,7 @@ def _read_key_texts(model: type[BaseModel]) -> dict[str, str]:
     for cls in reversed(model.__mro__):
         if not is_model_type(cls) or cls is BaseModel:
             continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-        except (OSError, TypeError):
-            continue  # a class without a source file, such as one that was created at run time
-        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-        for field, text in itertools.pairwise(body):
+        for field, text in itertools.pairwise(_parse_classes(cls.__module__).get(cls.__name__, ())):
             if (
                 isinstance(field, ast.AnnAssign)
                 and isinstance(field.target, ast.Name)
@@ -183,3 +179,13 @@ def _read_key_texts(model: type[BaseModel]) -> dict[str, str]:
             ):
                 texts[field.target.id] = " ".join(str(text.value.value).split())
     return texts
+
+
+@cache
+def _parse_classes(module: str) -> dict[str, list[ast.stmt]]:
+    """Return the statements of each class of a module; none if it has no source, as one that is created at run time."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return {}
+    return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
