@@ -111,8 +111,8 @@ class GpuDivision:
     """How the GPUs of a run are divided. Raises ConfigInvalid if they are too few, or if keys contradict each other.
 
     Attributes:
-        engine_gpus: GPUs of each engine of the policy; 0 on the CPU, and if the run starts none.
-        trainer_gpus: GPUs of each rank, 0 or 1.
+        gpus_per_engine: GPUs of each engine of the policy; 0 on the CPU, and if the run starts none.
+        gpus_per_rank: GPUs of each rank, 0 or 1.
         is_shared: whether trainer and engines share GPUs.
         do_models_share: whether the engines of other models share the GPUs of other processes.
         reasons: why the GPUs are divided like this, one line for each role.
@@ -125,8 +125,8 @@ class GpuDivision:
         self.managed_models = {name: model for name, model in config.all_models.items() if model.is_managed}
         self.model_gpus = sum(self.count_gpus(model.inference) for model in self.managed_models.values())
         inference = config.inference
-        self.engine_gpus = 0 if isinstance(inference, ExternalServersConfig) else self.count_gpus(inference)
-        self.trainer_gpus = int(uses_gpu(config.trainer.device, self.num_gpus))
+        self.gpus_per_engine = 0 if isinstance(inference, ExternalServersConfig) else self.count_gpus(inference)
+        self.gpus_per_rank = int(uses_gpu(config.trainer.device, self.num_gpus))
         self.is_shared = self.do_models_share = False
         self._choose_sharing()
         self.num_ranks, self.num_engines = self._choose_counts()
@@ -138,20 +138,20 @@ class GpuDivision:
         return per_engine if uses_gpu(device, self.num_gpus) else 0
 
     def _choose_sharing(self) -> None:
-        placement, num_needed = self.config.launch.gpu_placement, self.engine_gpus + self.trainer_gpus
-        both_on_gpu = bool(self.engine_gpus and self.trainer_gpus)
+        placement, num_needed = self.config.launch.gpu_placement, self.gpus_per_engine + self.gpus_per_rank
+        both_on_gpu = bool(self.gpus_per_engine and self.gpus_per_rank)
         if placement != "auto" and not both_on_gpu:
-            component = "engine" if self.trainer_gpus else "trainer"
+            component = "engine" if self.gpus_per_rank else "trainer"
             problem = f"{placement!r} requires both engine and trainer on GPUs; the {component} has none"
             raise ConfigInvalid(problem, key="launch.gpu_placement")
         allows_sharing = all(node.allows_sharing for node in self.nodes)
         if both_on_gpu and allows_sharing:
             self.is_shared = placement == "colocated" or (placement == "auto" and self.num_gpus < num_needed)
-        least = max(self.engine_gpus, self.trainer_gpus) if self.is_shared else num_needed
+        least = max(self.gpus_per_engine, self.gpus_per_rank) if self.is_shared else num_needed
         self.do_models_share = allows_sharing and self.num_gpus - self.model_gpus < least
         if allows_sharing and self.num_gpus < least:
             key = "launch.gpu_placement" if placement == "split" else "inference.tensor_parallel"
-            key = key if self.engine_gpus > 1 or placement == "split" else "launch"
+            key = key if self.gpus_per_engine > 1 or placement == "split" else "launch"
             raise ConfigInvalid(f"the run needs {format_count(least, 'GPU')}, found {self.num_gpus}", key=key)
 
     def _choose_counts(self) -> tuple[int, int]:
@@ -163,20 +163,20 @@ class GpuDivision:
             num_engines = self._count_engines(launch.inference_gpus)
         num_ranks = self._get_configured_ranks()
         if num_ranks is None:
-            num_ranks = self._derive_ranks(num_free, num_engines) if self.trainer_gpus else 1
+            num_ranks = self._derive_ranks(num_free, num_engines) if self.gpus_per_rank else 1
         if isinstance(self.config.inference, ExternalServersConfig):
             return num_ranks, 0
         is_configured = num_engines is not None
         if num_engines is None:
-            num_left = num_free - (0 if self.is_shared else num_ranks * self.trainer_gpus)
-            num_engines = max(1, num_left // self.engine_gpus) if self.engine_gpus else 1
+            num_left = num_free - (0 if self.is_shared else num_ranks * self.gpus_per_rank)
+            num_engines = max(1, num_left // self.gpus_per_engine) if self.gpus_per_engine else 1
         if self.num_gpus:
             self._explain_engines(num_engines, is_configured=is_configured)
         return num_ranks, num_engines
 
     def _get_configured_ranks(self) -> int | None:
         num_gpus, num_ranks = self.config.launch.trainer_gpus, self.config.cluster.trainer.num_ranks
-        if num_gpus is not None and not self.trainer_gpus:
+        if num_gpus is not None and not self.gpus_per_rank:
             problem = f"{num_gpus} requires a trainer on GPUs; it runs on the CPU"
             device = f"trainer.device is {self.config.trainer.device!r}"
             raise ConfigInvalid(f"{problem} ({device}); set cluster.trainer.num_ranks", key="launch.trainer_gpus")
@@ -191,19 +191,19 @@ class GpuDivision:
 
     def _count_engines(self, inference_gpus: int) -> int:
         """Return the number of engines on `launch.inference_gpus`."""
-        if not self.engine_gpus or inference_gpus % self.engine_gpus:
-            expected = f"a multiple of {self.engine_gpus}, the GPUs of each engine (inference.tensor_parallel)"
-            expected = expected if self.engine_gpus else "engines on GPUs; the run starts none"
+        if not self.gpus_per_engine or inference_gpus % self.gpus_per_engine:
+            expected = f"a multiple of {self.gpus_per_engine}, the GPUs of each engine (inference.tensor_parallel)"
+            expected = expected if self.gpus_per_engine else "engines on GPUs; the run starts none"
             raise ConfigInvalid(f"expected {expected}, got {inference_gpus}", key="launch.inference_gpus")
-        return inference_gpus // self.engine_gpus
+        return inference_gpus // self.gpus_per_engine
 
     def _derive_ranks(self, num_free: int, num_engines: int | None) -> int:
         """Return the number of ranks of a trainer on GPUs, and record why; `num_engines` is None if it is not set."""
         limit, limit_name = num_free, f"all {num_free}"
-        if self.engine_gpus and not self.is_shared:
+        if self.gpus_per_engine and not self.is_shared:
             limit, limit_name = num_free // 2, "half"
             if num_engines is not None:
-                limit, limit_name = num_free - num_engines * self.engine_gpus, "all that engines leave"
+                limit, limit_name = num_free - num_engines * self.gpus_per_engine, "all that engines leave"
         placement, nodes = self.config.cluster.trainer, list_allowed_nodes(self.config.cluster.trainer, self.nodes)
         limit = min(limit, sum(int(min(n.num_gpus, placement.max_per_node or n.num_gpus)) for n in nodes))
         if is_vision_model(self.config.model.name):
@@ -217,12 +217,14 @@ class GpuDivision:
         num_ranks = max(fewest, min(limit, self.num_gpus // GPUS_PER_RANK))
         if num_ranks > fewest:
             why = f"one of {GPUS_PER_RANK} GPUs"
-        if not self.is_shared and (not self.engine_gpus or num_engines is not None):
+        if not self.is_shared and (not self.gpus_per_engine or num_engines is not None):
             num_ranks, why = limit, limit_name
-        elif self.engine_gpus > 1 and not self.is_shared and (spare := (num_free - num_ranks) % self.engine_gpus):
+        elif (
+            self.gpus_per_engine > 1 and not self.is_shared and (spare := (num_free - num_ranks) % self.gpus_per_engine)
+        ):
             num_more = min(spare, limit - num_ranks)
             num_ranks += num_more
-            why += f", and {num_more} more, too few for an engine of {self.engine_gpus}" if num_more else ""
+            why += f", and {num_more} more, too few for an engine of {self.gpus_per_engine}" if num_more else ""
         self.reasons.append(f"trainer: {num_ranks} of {format_count(self.num_gpus, 'GPU')}: {why}")
         return num_ranks
 
@@ -253,12 +255,12 @@ class GpuDivision:
 
     def _explain_engines(self, num_engines: int, *, is_configured: bool) -> None:
         each = " each" if num_engines > 1 else ""
-        size = f" of {format_count(self.engine_gpus, 'GPU')}{each}" if self.engine_gpus else ""
+        size = f" of {format_count(self.gpus_per_engine, 'GPU')}{each}" if self.gpus_per_engine else ""
         why = "as configured" if is_configured else "on the GPUs that are left"
         if self.is_shared and not is_configured:
             is_chosen = self.config.launch.gpu_placement == "colocated"
             why = f"beside the trainer, {'as configured' if is_chosen else 'because there are too few GPUs'}"
-        why = why if self.engine_gpus else "on the CPU"
+        why = why if self.gpus_per_engine else "on the CPU"
         self.reasons.append(f"inference: {format_count(num_engines, 'engine')}{size}, {why}")
         if self.managed_models:
             where = "shared GPUs" if self.do_models_share else "GPUs of their own"
@@ -277,7 +279,7 @@ class _DemandBuilder:
 
     def build_trainer(self) -> ProcessDemand:
         placement, division = self.config.cluster.trainer, self.division
-        size, gpus, num_ranks = division.find_size(self.config.model.name), division.trainer_gpus, division.num_ranks
+        size, gpus, num_ranks = division.find_size(self.config.model.name), division.gpus_per_rank, division.num_ranks
         estimate = size and estimate_trainer(self.config, size, gpu=bool(gpus), num_ranks=num_ranks)
         pinned_bytes = count_buffer_bytes(self.config, size, gpu=True) if size and gpus else 0
         group = TRAINER_GROUP if division.is_shared else ""
