@@ -4,7 +4,7 @@ import pytest
 
 from ramify.cli import main
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
-from ramify.launch.capacity import check_allocation, choose_moments, find_long_path_warning, place_run
+from ramify.launch.capacity import check_allocation, find_long_path_warning, place_run, plan_moments
 from ramify.launch.demands import list_planned_nodes
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CheckpointManifest
@@ -69,7 +69,7 @@ def test_weights_that_are_handed_over_in_memory_are_counted():
 )
 def test_moments_have_8_bits_where_float32_does_not_fit_and_8_bits_do(tmp_path, num_gpus, gib, moments):
     settings = {"inference": {"kv_memory_fraction": 0.05}, "trainer": {"pack_tokens": 1024}, "output": tmp_path}
-    run = choose_moments(build_run("org/Some-2B", **settings), [build_machine(num_gpus, gpu_gib=gib)])
+    run = plan_moments(build_run("org/Some-2B", **settings), [build_machine(num_gpus, gpu_gib=gib)])
     assert run.trainer.optim.moments == moments
 
 
@@ -78,7 +78,7 @@ def test_an_allocation_that_fits_with_8_bits_is_accepted(tmp_path):
     cluster = {"launcher": "ray", "node": {"cores": 16, "gpus": 2, "gpu_memory_gib": 30}}
     run = build_run("org/Some-2B", **settings, cluster=cluster)
     check_allocation(run)
-    assert choose_moments(run, list_planned_nodes(run)).trainer.optim.moments == "8bit"
+    assert plan_moments(run, list_planned_nodes(run)).trainer.optim.moments == "8bit"
 
 
 def test_moments_continue_as_in_the_checkpoints_unless_the_run_starts_over(tmp_path):
@@ -86,14 +86,14 @@ def test_moments_continue_as_in_the_checkpoints_unless_the_run_starts_over(tmp_p
     checkpoint = run.path / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     CheckpointManifest(step=1, optimizer="adamw-8bit", note={}, files={}).write(checkpoint)
-    assert choose_moments(run, nodes).trainer.optim.moments == "8bit"
-    assert choose_moments(run, nodes, fresh=True).trainer.optim.moments == "float32"
+    assert plan_moments(run, nodes).trainer.optim.moments == "8bit"
+    assert plan_moments(run, nodes, fresh=True).trainer.optim.moments == "float32"
 
 
 def test_8_bits_are_neither_chosen_nor_advised_for_several_ranks(tmp_path):
     settings, nodes = {"launch": {"trainer_gpus": 2}, "output": tmp_path}, [build_machine(4, gpu_gib=34)]
     compact = build_run("org/Some-4B", trainer={"pack_tokens": 1024, "activation_checkpointing": True}, **settings)
-    assert choose_moments(compact, nodes).trainer.optim.moments == "float32"
+    assert plan_moments(compact, nodes).trainer.optim.moments == "float32"
     with pytest.raises(ClusterTooSmall, match=r"it would fit with .*--trainer.lora.enabled true") as caught:
         place_run(build_run("org/Some-4B", **settings), nodes)
     assert "8bit" not in caught.value.message

@@ -106,7 +106,7 @@ def list_gpu_notes(config: RunConfig, nodes: Sequence[ClusterNode]) -> list[str]
     return [f"note: {assumption}; set cluster.node.gpu_memory_gib"]
 
 
-def choose_moments(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> RunConfig:
+def plan_moments(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> RunConfig:
     """Return the configuration with the format of AdamW's moments, if that is `auto` and the trainer has a GPU.
 
     A run with checkpoints continues in their format, unless it starts over (`fresh`). Otherwise it is float32, unless
@@ -228,7 +228,7 @@ def check_allocation(config: RunConfig) -> None:
         for role in ("engines", "models", "env_servers", "trainer")
     }
     config, nodes = config.model_copy(update={"cluster": cluster.model_copy(update=update)}), list_planned_nodes(config)
-    place_run(choose_moments(config, nodes), nodes)
+    place_run(plan_moments(config, nodes), nodes)
 
 
 def build_allocation_warning(config: RunConfig) -> str | None:

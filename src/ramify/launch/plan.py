@@ -26,7 +26,7 @@ from ramify.infer.config import (
     ServeConfig,
     VLLMConfig,
 )
-from ramify.launch.capacity import choose_moments, find_long_path_warning, list_gpu_notes, place_run
+from ramify.launch.capacity import find_long_path_warning, list_gpu_notes, place_run, plan_moments
 from ramify.launch.demands import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
 from ramify.launch.launcher import ClusterNode, Placement, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
@@ -140,7 +140,7 @@ def plan_run(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = F
 
     Raises what `build_plan` raises.
     """
-    config = choose_moments(config, nodes, fresh=fresh)
+    config = plan_moments(config, nodes, fresh=fresh)
     placement = place_run(config, nodes)
     transport = choose_transport(config, placement)
     if transport == config.weights.transport:
