@@ -61,10 +61,10 @@ def measure_in_process(model: Path) -> tuple[list[Row], float]:
     """Return the rows of the waves, and the tokens per second of the first."""
     from ramify.infer.config import EngineConfig
     from ramify.infer.engine_core import EngineCore
-    from ramify.model.load import load_model
+    from ramify.model.load import load_engine_model
     from ramify.trace.version import PolicyVersion
 
-    loaded = load_model(model, dtype="bfloat16", device="cuda")
+    loaded = load_engine_model(model, dtype="bfloat16", device="cuda")
     settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", **ENGINE}
     core = EngineCore(loaded, EngineConfig(**settings), PolicyVersion("bench"))
     rows: list[Row] = []

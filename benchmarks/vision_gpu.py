@@ -23,7 +23,7 @@ from ramify.infer.engine_core import EngineCore
 from ramify.infer.images import ImageReference
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.model.images import ProcessedImage
-from ramify.model.load import load_model
+from ramify.model.load import load_engine_model
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Media, MediaRef, Message, ModelCall, Trace, build_forest
 from ramify.trace.version import PolicyVersion
 from ramify.train import Batch, Trainer, TrainerConfig, load_loss, pack_forests
@@ -172,7 +172,7 @@ def main() -> int:
         model.bfloat16().save_pretrained(directory)
         del model
         core = EngineCore(
-            load_model(directory, device=device.type),
+            load_engine_model(directory, device=device.type),
             EngineConfig(max_running_requests=128, max_num_batched_tokens=8192, kv_cache_tokens=128 * 1024),
             PolicyVersion("random"),
         )

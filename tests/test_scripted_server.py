@@ -4,7 +4,7 @@ import json
 
 from ramify.infer.config import EngineConfig
 from ramify.infer.request import SamplingParams
-from ramify.model.load import load_model
+from ramify.model.load import load_engine_model
 from ramify.model.render import load_renderer
 from ramify.model.resolve import resolve_model_path
 from ramify.trace.version import PolicyVersion
@@ -15,7 +15,7 @@ def test_core_says_the_script_and_logs_the_call(tmp_path):
     path = resolve_model_path("tiny")
     renderer = load_renderer(path)
     core = ScriptedCore(
-        load_model(path),
+        load_engine_model(path),
         EngineConfig(kv_cache_tokens=256),
         PolicyVersion("tiny"),
         script=lambda prompt, seed: f"{prompt} seed {seed}",

@@ -8,7 +8,7 @@ import pytest
 
 from ramify.infer.config import EngineConfig, VLLMConfig
 from ramify.launch.memory import MAX_MEMORY_FRACTION, ModelSize, estimate_engine, estimate_trainer
-from ramify.model.load import load_model
+from ramify.model.load import load_engine_model
 from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.run_config import RunConfig
 from tests.support.models import write_qwen3_next
@@ -33,7 +33,7 @@ def test_null_in_a_model_config_means_the_default(tmp_path):
 def test_a_model_with_recurrent_layers_has_their_states(tmp_path):
     types = ["linear_attention", "linear_attention", "full_attention"]
     model = write_qwen3_next(tmp_path / "model", num_hidden_layers=3, layer_types=types)
-    size, specs = ModelSize.from_name(str(model)), load_model(model, dtype="float32", device="cpu").state_specs
+    size, specs = ModelSize.from_name(str(model)), load_engine_model(model, dtype="float32", device="cpu").state_specs
     assert size is not None
     assert size.num_kv_layers == 1
     assert size.state_elements == sum(math.prod(spec.shape) for spec in specs) > 0

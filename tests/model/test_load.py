@@ -13,7 +13,7 @@ from transformers.utils.logging import warning_once
 from ramify.core.errors import ModelUnsupported, RamifyError, WeightsRefused
 from ramify.infer.request import SamplingParams
 from ramify.launch.memory import ModelSize
-from ramify.model.load import load_config, load_model
+from ramify.model.load import load_config, load_engine_model
 from ramify.model.resolve import resolve_model_path
 from tests.support.models import build_core, reference, run, sampled_ids, scores, write_llama, write_random_model
 
@@ -35,13 +35,13 @@ HYBRIDS = {"qwen3_5_text": LINEAR, "olmo_hybrid": LINEAR, "lfm2": {"layer_types"
 def test_unsupported_cache_is_rejected(model_type, message, tmp_path):
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(ModelUnsupported, match=message):
-        load_model(tmp_path)
+        load_engine_model(tmp_path)
 
 
 def test_layers_with_different_kv_heads_are_rejected(tmp_path):
     LlamaConfig(per_layer_config={1: {"num_key_value_heads": 8}}).save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
     with pytest.raises(ModelUnsupported, match="num_key_value_heads"):
-        load_model(tmp_path)
+        load_engine_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def _truncate(directory: Path) -> None:
 def test_damaged_model_directory_is_rejected(damage, error, message, tmp_path):
     damage(write_llama(tmp_path))
     with pytest.raises(error, match=message):
-        load_model(tmp_path)
+        load_engine_model(tmp_path)
 
 
 def test_config_of_an_idefics3_model_is_loaded_without_a_warning(caplog):
@@ -147,7 +147,7 @@ def test_impossible_sizes_are_rejected_by_name(values, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, **values}))
     (tmp_path / "model.safetensors").symlink_to(tiny / "model.safetensors")
     with pytest.raises((ModelUnsupported, WeightsRefused)):
-        load_model(tmp_path)
+        load_engine_model(tmp_path)
     ModelSize.from_name(str(tmp_path))  # the plan of a run estimates it, or leaves it out
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ramify.model import precision
-from ramify.model.load import load_model
+from ramify.model.load import load_engine_model
 from ramify.model.precision import choose_dtype, cpu_has_bfloat16, disable_tf32_convolutions
 from ramify.model.resolve import resolve_model_path
 
@@ -50,7 +50,7 @@ def test_model_name_is_not_a_feature(monkeypatch):
 
 
 def test_packaged_model_is_loaded_in_the_dtype_of_this_cpu():
-    loaded = load_model(resolve_model_path("tiny"), device="cpu")
+    loaded = load_engine_model(resolve_model_path("tiny"), device="cpu")
     expected = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     assert loaded.dtype == expected
     assert {weight.dtype for weight in loaded.module.parameters()} == {expected}
@@ -58,7 +58,7 @@ def test_packaged_model_is_loaded_in_the_dtype_of_this_cpu():
 
 def test_only_a_process_of_our_own_disables_tf32_convolutions(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    load_model(resolve_model_path("tiny"), device="cpu")
+    load_engine_model(resolve_model_path("tiny"), device="cpu")
     assert torch.backends.cudnn.allow_tf32
     disable_tf32_convolutions()
     assert not torch.backends.cudnn.allow_tf32

@@ -12,7 +12,7 @@ from ramify.core.errors import ModelNotFound, WeightsRefused
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine import Engine
 from ramify.model import weights_manifest
-from ramify.model.load import load_model
+from ramify.model.load import load_engine_model
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights import apply_weights, get_untied_tensors, publish_weights, stage_weights
 from ramify.model.weights_manifest import MANIFEST_FILE, Manifest, compute_checksum
@@ -43,7 +43,7 @@ def test_published_directory_is_a_model_with_a_version(sources, published):
 
 
 def test_weights_are_applied_in_place(sources, published):
-    model = load_model(sources[0], dtype="float32", device="cpu").module
+    model = load_engine_model(sources[0], dtype="float32", device="cpu").module
     addresses = {name: tensor.data_ptr() for name, tensor in get_untied_tensors(model).items()}
     staged = stage_weights(published, model)
     assert staged.version == VERSION

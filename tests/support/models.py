@@ -25,7 +25,7 @@ from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.request import EngineRequest
 from ramify.model.images import ProcessedImage
-from ramify.model.load import load_model
+from ramify.model.load import load_engine_model
 from ramify.model.logprob_check import split_attn_implementation
 from ramify.model.precision import disable_tf32_convolutions
 from ramify.model.weights import get_untied_tensors, publish_weights
@@ -115,7 +115,7 @@ def build_core(directory: Path, version: PolicyVersion = PolicyVersion("llama"),
         "max_running_requests": 16,
     }
     config = {**defaults, **settings}
-    model = load_model(directory, dtype=config["dtype"], device=config["device"])
+    model = load_engine_model(directory, dtype=config["dtype"], device=config["device"])
     return EngineCore(model, EngineConfig(**config), version)
 
 

@@ -29,7 +29,7 @@ from ramify.infer.engine_core import EngineCore
 from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.infer.server import serve
-from ramify.model.load import load_model
+from ramify.model.load import load_engine_model
 from ramify.model.render import Renderer, load_renderer
 from ramify.model.resolve import resolve_model_path
 from ramify.trace.version import PolicyVersion
@@ -129,7 +129,7 @@ def main(model: str, calls: str, engine: str, script: str, *arguments: str) -> N
     torch.set_num_threads(config.threads or 2)
     module, _, name = script.partition(":")
     core = ScriptedCore(
-        load_model(path, dtype=config.dtype, device=config.device),
+        load_engine_model(path, dtype=config.dtype, device=config.device),
         config,
         PolicyVersion(Path(model).name),
         script=functools.partial(getattr(importlib.import_module(module), name), *arguments),

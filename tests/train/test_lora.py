@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ramify.core.errors import ConfigInvalid
-from ramify.model.load import load_model
+from ramify.model.load import load_engine_model
 from ramify.model.weights import apply_weights, stage_weights
 from ramify.trace import PolicyVersion
 from ramify.trace.forest import START_LOGPROB
@@ -85,7 +85,7 @@ def test_published_weights_are_the_base_plus_the_adapters(model, tmp_path):
     ids = torch.arange(20) % VOCAB
     with torch.no_grad():
         logits = published_model(ids[None]).logits
-    engine = load_model(model, dtype="float32", device="cpu").module  # as an engine loads a version
+    engine = load_engine_model(model, dtype="float32", device="cpu").module  # as an engine loads a version
     apply_weights(engine, stage_weights(published.path, engine))
     for name, value in published_model.state_dict().items():
         assert torch.equal(engine.state_dict()[name], value)

@@ -26,7 +26,7 @@ from ramify.infer.images import ImageReference
 from ramify.infer.request import EngineRequest, RequestOutput, SamplingParams
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model.images import ProcessedImage
-from ramify.model.load import load_model
+from ramify.model.load import load_engine_model
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights_manifest import MANIFEST_FILE, verify_weights
 from ramify.processes.training_lock import TrainingLock
@@ -134,7 +134,7 @@ class Engine:
         version = verify_weights(path).version if is_published else PolicyVersion(Path(name).name)
 
         def build_core() -> EngineCore:
-            return EngineCore(load_model(path, dtype=config.dtype, device=config.device), config, version)
+            return EngineCore(load_engine_model(path, dtype=config.dtype, device=config.device), config, version)
 
         return cls(_run_in_new_thread(build_core).result())
 

@@ -68,7 +68,7 @@ class LoadedModel:
         return self.dtype_choice.dtype
 
 
-def load_model(path: Path, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+def load_engine_model(path: Path, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
     """Load the model directory `path`.
 
     Device `auto` is a GPU if there is one; dtype `auto` is what `choose_dtype` returns.
