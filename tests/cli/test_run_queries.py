@@ -140,7 +140,7 @@ def test_why_queries_a_live_run(run, capsys):
 def test_why_names_the_nodes_of_a_run_on_a_cluster(run, capsys):
     trainer = ProcessStatus("trainer", ProcessState.SILENT, restarts=1, node="host2, host3")
     with serve_status(run) as address, RunStore.open(run):
-        write_supervisor(run, [trainer, ProcessStatus("orchestrator", ProcessState.READY)], status=address)
+        write_supervisor(run, [trainer, ProcessStatus("orchestrator", ProcessState.READY)], status_address=address)
         assert main(["why", "run"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["trainer", "host2,", "host3", "its", "node", "does", "not", "answer", "1"] in lines

@@ -131,7 +131,7 @@ def test_run_record_has_status_address_and_processes(tmp_path):
     display = RecordingDisplay()
     execute_plan(plan, display=display)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["status"] == plan.status_address
+    assert record["status_address"] == plan.status_address
     assert record["processes"]["orchestrator"]["restarts"] == 1
     assert record["processes"]["orchestrator"]["state"] == "ended"
     assert set(record["versions"]) == {"ramify", "python"}

@@ -137,7 +137,7 @@ def _print_unresponsive_run(path: Path, state: RunState) -> None:
     status = state.orchestrator
     assert status is not None
     process_state = get_process_state(status.pid) if status.host == platform.node() else f"on {status.host}"
-    address = (state.supervisor and state.supervisor.status) or "its status address"
+    address = (state.supervisor and state.supervisor.status_address) or "its status address"
     problem = "is starting" if status.is_starting else f"does not respond at {address}"
     print(f"the orchestrator of {path} {problem}: process {status.pid}, {process_state}")
     if process_state == "stopped":

@@ -64,8 +64,8 @@ def observe_run(path: Path, *, ask_any_address: bool = True, timeout: float = DE
     """
     supervisor, written = SupervisorState.read(path), OrchestratorState.read(path)
     is_held = find_writer(path / LOCK_NAME) is not None
-    if supervisor is not None and supervisor.status and (ask_any_address or is_held):
-        answer = _ask_run(path, supervisor.status, timeout)
+    if supervisor is not None and supervisor.status_address and (ask_any_address or is_held):
+        answer = _ask_run(path, supervisor.status_address, timeout)
         if answer is not None:
             return ObservedRun(RunActivity.RUNNING, RunState(supervisor, answer), is_live=True)
     holder, current = find_supervisor(path), written
@@ -167,7 +167,7 @@ def read_metrics(path: Path, pattern: str = "*") -> list[MetricPoint]:
     observed = observe_run(path)
     if observed.is_live and observed.state.supervisor is not None:
         with contextlib.suppress(ProviderError):  # the run has ended since; its files can be read
-            points = _ask_metrics(observed.state.supervisor.status, pattern)
+            points = _ask_metrics(observed.state.supervisor.status_address, pattern)
             return sorted(point for point in points if fnmatch.fnmatchcase(point.name, pattern))
     with RunStore.open(path, write=False) as store:
         if not store.select("SELECT 1 FROM sqlite_master WHERE name = 'metrics'"):

@@ -136,7 +136,7 @@ class SupervisorState(StatePart, frozen=True, kw_only=True):
     FILE: ClassVar[str] = "run.json"
 
     name: str = ""
-    status: str = ""  # the address of the orchestrator's status server; whether it still answers has to be tried
+    status_address: str = ""  # of the orchestrator; whether it still answers has to be tried
     pid: int = 0
     started: float = 0.0  # Unix seconds
     versions: dict[str, str] = {}
@@ -146,7 +146,9 @@ class SupervisorState(StatePart, frozen=True, kw_only=True):
     def begin(cls, run: Path, status_address: str) -> Self:
         """Return the part of a supervisor, or of an orchestrator without one, that is this process."""
         versions = {"ramify": __version__, "python": platform.python_version()}
-        return cls(name=run.name, status=status_address, pid=os.getpid(), started=time.time(), versions=versions)
+        return cls(
+            name=run.name, status_address=status_address, pid=os.getpid(), started=time.time(), versions=versions
+        )
 
     def with_processes(self, processes: Sequence[ProcessStatus]) -> Self:
         """Return the part with the current status of each process."""
