@@ -117,7 +117,7 @@ def _record_end_of_a_process(hanging: Path, local: Path) -> Steps:
     code = f"import os, time\nprint('ready', flush=True)\nwhile not os.path.exists({str(marker)!r}): time.sleep(0.05)"
     thread = ThreadPoolExecutor(1)
     future = thread.submit(_supervise, hanging, local, code)
-    while not (hanging / "run.json").exists():
+    while not (hanging / "supervisor.json").exists():
         time.sleep(0.05)
     yield
     marker.touch()

@@ -144,7 +144,7 @@ def test_status_address_is_recorded_without_a_supervisor(home, capsys):
                 assert line, "it ended"
             family += psutil.Process(process.pid).children(recursive=True)
             assert family == []  # the env server was started separately
-            record = json.loads((home / "outputs" / "run" / "run.json").read_text())
+            record = json.loads((home / "outputs" / "run" / "supervisor.json").read_text())
             assert record["status_address"] == line.split()[-1]
             assert main(["why", str(home / "outputs" / "run")]) == 0
             assert "a trainer" in capsys.readouterr().out

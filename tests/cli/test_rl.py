@@ -93,7 +93,7 @@ def test_assumed_gpus_are_planned_but_not_run_on(tmp_path, capsys):
 def test_dry_run_does_not_change_the_files_of_a_run(tmp_path, capsys):
     args = ["rl", "@", str(ROOT / "examples/reverse_text/rl.toml"), "-o", str(tmp_path), "--dry-run"]
     assert main(args) == 0
-    (tmp_path / "reverse-text" / "run.json").touch()  # exists in a run that was started
+    (tmp_path / "reverse-text" / "supervisor.json").touch()  # exists in a run that was started
     files = list((tmp_path / "reverse-text").rglob("*.toml"))
     before = {path: path.read_bytes() for path in files}
     assert main([*args, "--trainer.optim.lr", "0.5"]) == 0

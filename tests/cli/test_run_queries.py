@@ -194,7 +194,7 @@ GONE = 2**22 + 1  # the pid of no process
 
 
 def write_supervisor(run: Path, processes=PROCESSES, **fields) -> None:
-    """Write `run.json` as a supervisor with this pid does."""
+    """Write `supervisor.json` as a supervisor with this pid does."""
     state = SupervisorState(**{"pid": os.getpid(), "started": time.time(), **fields})
     state.with_processes(processes).write(run)
 
@@ -354,7 +354,7 @@ def test_why_refuses_sft_and_eval_runs(run, capsys):
 
 def test_why_reads_the_ledger_if_other_files_are_broken(run, capsys):
     (run / "config.toml").write_text("[[train]\n")
-    (run / "run.json").write_text("[]")
+    (run / "supervisor.json").write_text("[]")
     for args in (["why", "run"], ["why", "run", "--audit"], ["metrics", "run"]):
         assert main(args) == 0
     assert "1 group, 0 steps: no problems" in capsys.readouterr().out

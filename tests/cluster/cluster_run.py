@@ -73,8 +73,8 @@ class ClusterRun:
         return self.head.run(*command, env=self.cluster.environment(), timeout=120).stdout
 
     def read_record(self) -> dict:
-        """Return `run.json`; an empty dict before it exists."""
-        path = self.path / "run.json"
+        """Return `supervisor.json`; an empty dict before it exists."""
+        path = self.path / "supervisor.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
     def read_eval_means(self) -> list[float]:

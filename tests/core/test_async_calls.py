@@ -60,7 +60,7 @@ async def test_cancelled_call_to_storage_ends_after_its_thread():
         answers.wait(60)
         written.append("status")
 
-    task = asyncio.create_task(call_storage(write, "status.json"))
+    task = asyncio.create_task(call_storage(write, "orchestrator.json"))
     await asyncio.to_thread(started.wait, 60)
     task.cancel()
     asyncio.get_running_loop().call_later(0.05, answers.set)  # the loop must not be blocked

@@ -154,12 +154,12 @@ def test_file_that_is_being_read_is_watched(tmp_path, name, read):
 @pytest.mark.process
 @pytest.mark.parametrize("stderr", ["works", "hangs"])
 def test_process_ends_by_name_also_if_its_log_hangs(tmp_path, stderr):
-    os.mkfifo(tmp_path / "status.json")
-    command = [sys.executable, "-c", HANGS, str(tmp_path / "status.json"), stderr]
+    os.mkfifo(tmp_path / "orchestrator.json")
+    command = [sys.executable, "-c", HANGS, str(tmp_path / "orchestrator.json"), stderr]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
     if stderr == "works":
-        assert f"StorageFailed: {tmp_path}/status.json: the storage has not answered" in result.stderr
+        assert f"StorageFailed: {tmp_path}/orchestrator.json: the storage has not answered" in result.stderr
 
 
 def test_a_check_that_raises_is_removed_and_the_others_are_still_called(failures, capfd):

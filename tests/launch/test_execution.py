@@ -130,7 +130,7 @@ def test_run_record_has_status_address_and_processes(tmp_path):
     plan = build_test_plan(tmp_path, "sys.exit(9 if len(open(DIR + '/orchestrator.pids').readlines()) == 1 else 0)")
     display = RecordingDisplay()
     execute_plan(plan, display=display)
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record = json.loads((tmp_path / "run" / "supervisor.json").read_text())
     assert record["status_address"] == plan.status_address
     assert record["processes"]["orchestrator"]["restarts"] == 1
     assert record["processes"]["orchestrator"]["state"] == "ended"

@@ -84,8 +84,8 @@ def wait_for_process(command: subprocess.Popen, run: Path, name: str, *, step: i
         assert command.poll() is None and time.monotonic() < deadline, f"the run ended before step {step}"
         time.sleep(0.02)
         try:
-            process = json.loads((run / "run.json").read_text())["processes"][name]
-            if process["state"] == "ready" and json.loads((run / "status.json").read_text())["step"] >= step:
+            process = json.loads((run / "supervisor.json").read_text())["processes"][name]
+            if process["state"] == "ready" and json.loads((run / "orchestrator.json").read_text())["step"] >= step:
                 return process["pid"]
         except (OSError, ValueError, KeyError):  # not written yet
             continue

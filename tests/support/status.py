@@ -52,7 +52,7 @@ def make_state(path: Path, **changes: object) -> OrchestratorState:
 
 @contextlib.contextmanager
 def serve_status(path: Path, **changes: object) -> Iterator[str]:
-    """Serve the status of a run at `path`, and write its run.json; yield the address."""
+    """Serve the status of a run at `path`, and write its supervisor.json; yield the address."""
     state = make_state(path, **changes)
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,7 +1,7 @@
 """What is known of a run besides its ledger: one typed value, of parts that each have one writer.
 
-    run.json      SupervisorState     the supervisor: where the run can be asked, its processes, their nodes and tokens
-    status.json   OrchestratorState   the orchestrator: progress, waits, and the metrics of the last step
+    supervisor.json     SupervisorState     the supervisor: where the run can be asked, its processes, their nodes and
+    tokens orchestrator.json   OrchestratorState   the orchestrator: progress, waits, and the metrics of the last step
 
 The orchestrator answers `GET /status` with its part, and writes it every few seconds, because a process that is stopped
 or hangs does not answer, and holds the lock of the database. A file may be old: what counts (committed steps, whether
@@ -133,7 +133,7 @@ class StatePart(msgspec.Struct, frozen=True, kw_only=True):
 class SupervisorState(StatePart, frozen=True, kw_only=True):
     """The part that the supervisor writes. The file remains when the run ends."""
 
-    FILE: ClassVar[str] = "run.json"
+    FILE: ClassVar[str] = "supervisor.json"
 
     name: str = ""
     status_address: str = ""  # of the orchestrator; whether it still answers has to be tried
@@ -163,7 +163,7 @@ class OrchestratorState(StatePart, frozen=True, kw_only=True):
     `dropped` says why groups were dropped.
     """
 
-    FILE: ClassVar[str] = "status.json"
+    FILE: ClassVar[str] = "orchestrator.json"
 
     run: str
     step: int
