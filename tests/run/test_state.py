@@ -43,5 +43,5 @@ def test_a_damaged_file_is_not_read(tmp_path, text):
 def test_an_absent_file_and_one_that_cannot_be_read_are_told_apart(tmp_path):
     assert SupervisorState.load(tmp_path) is None
     (tmp_path / SupervisorState.FILE).write_text("{")
-    with pytest.raises(StorageFailed, match=r"run\.json, which lists .* remove it if none"):
+    with pytest.raises(StorageFailed, match=r"supervisor\.json, which lists .* remove it if none"):
         SupervisorState.load(tmp_path)
