@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ramify.launch.launcher import Place, Placement
+from ramify.launch.launcher import Place, PlacementRequest
 from ramify.launch.ray_launcher import RayLauncher
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.lease import LeaseTerms, read_lease_clock
@@ -30,7 +30,7 @@ async def main(node: str, lease: float, beats: str) -> None:
     launcher = RayLauncher.connect(os.environ["RAMIFY_RAY"])
     log = ProcessLog(Path(tempfile.mkdtemp()) / "log")
     terms = LeaseTerms(duration=lease, slack=5.0)
-    placement = Placement(num_cpus=0.1, choose_places=lambda nodes: (Place(node),), lease=terms)
+    placement = PlacementRequest(num_cpus=0.1, choose_places=lambda nodes: (Place(node),), lease=terms)
     async with open_slot(launcher, placement) as slot:
         assert slot.node == node
         await start_code(slot, BEATS.format(path=beats), log)

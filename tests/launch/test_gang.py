@@ -8,7 +8,7 @@ import pytest
 
 from ramify.core.errors import ProcessDied
 from ramify.launch.execution import read_earlier_processes
-from ramify.launch.launcher import Placement, ProcessRole, ProcessStart
+from ramify.launch.launcher import PlacementRequest, ProcessRole, ProcessStart
 from ramify.launch.supervised_process import EarlierProcess
 from ramify.launch.supervisor import RunOutcome
 from ramify.run.fencing.lease import LeaseTerms
@@ -40,7 +40,7 @@ def waits_for_lines(number: int) -> str:
 def build_specs(tmp_path, code: str, leader: str, num_ranks: int = 3):
     return [
         build_spec(
-            tmp_path, "trainer", REPORTS + code, ProcessRole.FOLLOWER, num_ranks=num_ranks, placement=Placement()
+            tmp_path, "trainer", REPORTS + code, ProcessRole.FOLLOWER, num_ranks=num_ranks, placement=PlacementRequest()
         ),
         build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     ]
@@ -95,7 +95,7 @@ async def test_gang_is_done_when_all_ranks_are(tmp_path):
 async def test_trainer_with_one_rank_has_a_token_and_a_process_on_the_head_has_none(tmp_path):
     path = "DIR + '/trainer.token'"
     code = f"open({path}, 'w').write(os.environ['RAMIFY_GANG_TOKEN'])\n{RUNS_FOREVER}"
-    trainer = build_spec(tmp_path, "trainer", code, ProcessRole.FOLLOWER, placement=Placement())
+    trainer = build_spec(tmp_path, "trainer", code, ProcessRole.FOLLOWER, placement=PlacementRequest())
     waits = f"import time\nwhile not os.path.exists({path}) or not os.path.getsize({path}): time.sleep(0.01)\n"
     leader = waits + "sys.exit('RAMIFY_GANG_TOKEN' in os.environ)"
     specs = [trainer, build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)]
@@ -114,7 +114,8 @@ async def test_restarted_supervisor_continues_the_tokens_of_its_term_and_waits_f
     lines = []
     lease = LeaseTerms(duration=60.0, slack=0.4)
     specs = [
-        build_spec(tmp_path, name, RUNS_FOREVER, placement=Placement(lease=lease)) for name in ("inference", "env")
+        build_spec(tmp_path, name, RUNS_FOREVER, placement=PlacementRequest(lease=lease))
+        for name in ("inference", "env")
     ]
     earlier = {
         "inference": EarlierProcess(FencingToken(1, 4)),
@@ -158,7 +159,7 @@ async def test_process_is_configured_when_those_that_it_starts_after_have_a_plac
 
     names = {"env": ("inference",), "inference": ()}
     specs = [
-        build_spec(tmp_path, name, "", placement=Placement(), start_after=after, build_start=build_start(name))
+        build_spec(tmp_path, name, "", placement=PlacementRequest(), start_after=after, build_start=build_start(name))
         for name, after in names.items()
     ]
     leader = build_spec(tmp_path, "orchestrator", "", ProcessRole.LEADER, start_after=("env",))

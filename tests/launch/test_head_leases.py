@@ -7,7 +7,7 @@ import pytest
 from ramify.core.errors import ProcessReplaced, StorageFailed
 from ramify.launch.execution import hold_leases
 from ramify.launch.head import prepare_head
-from ramify.launch.launcher import Placement
+from ramify.launch.launcher import PlacementRequest
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.supervised_process import EarlierProcess
 from ramify.run.fencing.lease import LeaseTerms
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.promise
 
 
 def make_specs(tmp_path, duration=60.0):
-    leased = [build_spec(tmp_path, name, "", placement=Placement(lease=LeaseTerms(duration))) for name in ("a", "b")]
+    leased = [
+        build_spec(tmp_path, name, "", placement=PlacementRequest(lease=LeaseTerms(duration))) for name in ("a", "b")
+    ]
     return [*leased, build_spec(tmp_path, "orchestrator", "")]
 
 

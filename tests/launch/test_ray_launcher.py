@@ -11,7 +11,7 @@ import pytest
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import DeadlineExceeded, ProcessDied, StorageFull
 from ramify.launch import ray_launcher
-from ramify.launch.launcher import Place, Placement
+from ramify.launch.launcher import Place, PlacementRequest
 from ramify.launch.ray_launcher import RayLauncher, RayLauncherSettings
 from tests.support.launchers import build_leases
 from tests.support.ray import RayError, StubRay
@@ -36,20 +36,20 @@ def connect(ray: StubRay, **settings: float) -> RayLauncher:
     return RayLauncher(ray, RayLauncherSettings(**{"retry_interval": 0.01, "release_poll_interval": 0.01, **settings}))
 
 
-def choose_first(*names: str) -> Placement:
+def choose_first(*names: str) -> PlacementRequest:
     """Return a placement that gives one rank to each of the first two of these nodes that can be reached."""
-    return Placement(
+    return PlacementRequest(
         choose_places=lambda nodes: [Place(name) for name in names if name in {node.name for node in nodes}][:2],
     )
 
 
-def choose_one(*names: str) -> Placement:
+def choose_one(*names: str) -> PlacementRequest:
     """Return a placement that takes the first of these nodes that can be reached."""
 
     def choose_places(nodes):
         return [Place(name) for name in names if name in {node.name for node in nodes}][:1]
 
-    return Placement(choose_places=choose_places)
+    return PlacementRequest(choose_places=choose_places)
 
 
 async def test_ranks_are_started_on_the_chosen_nodes_and_no_others():
@@ -78,7 +78,7 @@ async def test_full_cluster_is_reported_with_what_the_nodes_have():
     ray = StubRay("a", failures={"a": "full"})
     needed = "it needs 0 GPUs and 1 core on a node; the nodes have in total a: 0 GPUs and 4 cores; add a node, or lower"
     message = f"role could not be placed within 0.2 s: {needed}"
-    for placement in (choose_first("a"), Placement(choose_places=lambda nodes: ())):
+    for placement in (choose_first("a"), PlacementRequest(choose_places=lambda nodes: ())):
         with pytest.raises(DeadlineExceeded, match=message):
             await connect(ray).open_slots(build_leases(), placement, timeout=0.2)
     assert all(actor.is_killed for actor in ray.actors)
@@ -143,7 +143,7 @@ async def test_node_that_crashes_is_avoided_although_ray_takes_it_for_alive():
         return [Place(chosen_from[-1][0])]
 
     for _ in range(2):  # the next process does not try it first either
-        (slot,) = await launcher.open_slots(build_leases(), Placement(choose_places=choose_places), timeout=60)
+        (slot,) = await launcher.open_slots(build_leases(), PlacementRequest(choose_places=choose_places), timeout=60)
         assert slot.node == "b"
     assert chosen_from == [["a", "b"], ["b"], ["b"]]
 

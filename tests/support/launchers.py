@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from ramify.core.errors import PeerLost
-from ramify.launch.launcher import ClusterNode, Launcher, Placement, ProcessSlot, ProcessStart
+from ramify.launch.launcher import ClusterNode, Launcher, PlacementRequest, ProcessSlot, ProcessStart
 from ramify.launch.local_launcher import LocalLauncher, LocalSlot
 from ramify.launch.remote_slot import ExchangeReply, ExchangeRequest, NodeProcess, RemoteSlot, RemoteSlotSettings
 from ramify.processes.log import ProcessLog
@@ -17,7 +17,7 @@ from ramify.run.fencing.token import FencingToken
 
 PYTHON = (sys.executable, "-S", "-c")
 TIMEOUT = 60.0  # seconds for one test
-PLACEMENT = Placement(num_cpus=0.1)
+PLACEMENT = PlacementRequest(num_cpus=0.1)
 
 
 def build_leases(num_ranks: int = 1, terms: LeaseTerms | None = None) -> RoleLeases:
@@ -25,7 +25,7 @@ def build_leases(num_ranks: int = 1, terms: LeaseTerms | None = None) -> RoleLea
 
 
 @contextlib.asynccontextmanager
-async def open_slots(launcher: Launcher, num_ranks: int = 1, placement: Placement | None = PLACEMENT):
+async def open_slots(launcher: Launcher, num_ranks: int = 1, placement: PlacementRequest | None = PLACEMENT):
     """Open slots, and stop them at the end."""
     terms = placement.lease if placement is not None else None
     slots = await launcher.open_slots(build_leases(num_ranks, terms), placement, timeout=TIMEOUT)
@@ -36,7 +36,7 @@ async def open_slots(launcher: Launcher, num_ranks: int = 1, placement: Placemen
 
 
 @contextlib.asynccontextmanager
-async def open_slot(launcher: Launcher, placement: Placement | None = PLACEMENT) -> AsyncIterator[ProcessSlot]:
+async def open_slot(launcher: Launcher, placement: PlacementRequest | None = PLACEMENT) -> AsyncIterator[ProcessSlot]:
     async with open_slots(launcher, placement=placement) as (slot,):
         yield slot
 
@@ -120,7 +120,7 @@ class InProcessLauncher:
         return contextlib.nullcontext()
 
     async def open_slots(
-        self, leases: RoleLeases, placement: Placement | None, *, timeout: float
+        self, leases: RoleLeases, placement: PlacementRequest | None, *, timeout: float
     ) -> Sequence[ProcessSlot]:
         if placement is None:
             return await LocalLauncher().open_slots(leases, placement, timeout=timeout)

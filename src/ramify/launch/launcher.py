@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacementRequest:
     """What a process needs of its node; each rank of a gang needs as much."""
 
     num_cpus: float = 1.0
@@ -195,7 +195,7 @@ class ProcessSpec:
     """Key under which its address is listed in the address book, if it is not always the same; several may share it."""
     num_ranks: int = 1
     """Number of processes that run this command together, as one gang."""
-    placement: Placement | None = None
+    placement: PlacementRequest | None = None
     """What it needs of the node that it is started on. None: it runs on the head, at the address above."""
     start_after: tuple[str, ...] = ()
     """Names of processes that must have a place, and so an address, before this one is configured and started."""
@@ -226,7 +226,7 @@ class Launcher(Protocol):
         ...
 
     async def open_slots(
-        self, leases: RoleLeases, placement: Placement | None, *, timeout: float
+        self, leases: RoleLeases, placement: PlacementRequest | None, *, timeout: float
     ) -> Sequence[ProcessSlot]:
         """Return one slot per rank of the role. Without a placement it is on the head, at an address of its own choice.
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ramify.launch.launcher import ClusterNode, Place, Placement, ProcessSlot, ProcessSpec, ProcessStart
+from ramify.launch.launcher import ClusterNode, Place, PlacementRequest, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import HOST, Gpu, describe_machine, list_visible_gpus
 from ramify.processes.child import STOP_TIMEOUT, ChildProcess
 from ramify.processes.log import ProcessLog
@@ -63,14 +63,14 @@ class LocalLauncher:
                 stack.callback(setattr, self, "_prefork_client", None)
             yield
 
-    def _reserve_ports(self, role: str, placement: Placement, num_ranks: int) -> list[PortReservation]:
+    def _reserve_ports(self, role: str, placement: PlacementRequest, num_ranks: int) -> list[PortReservation]:
         if role not in self._reservations or num_ranks > 1:
             address = f"tcp://{HOST}:{placement.port}"
             self._reservations[role] = [PortReservation({role: address}) for _ in range(num_ranks)]
         return self._reservations[role]
 
     async def open_slots(
-        self, leases: RoleLeases, placement: Placement | None, *, timeout: float
+        self, leases: RoleLeases, placement: PlacementRequest | None, *, timeout: float
     ) -> Sequence[ProcessSlot]:
         """Return one slot per rank. This machine runs whatever it is given, so `timeout` is not needed."""
         places: Sequence[Place] = [Place("")] * leases.num_ranks

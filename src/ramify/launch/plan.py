@@ -28,7 +28,7 @@ from ramify.infer.config import (
 )
 from ramify.launch.capacity import find_long_path_warning, list_gpu_notes, place_run, plan_moments
 from ramify.launch.demands import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
-from ramify.launch.launcher import ClusterNode, Placement, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
+from ramify.launch.launcher import ClusterNode, PlacementRequest, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
 from ramify.launch.memory import ModelSize
 from ramify.launch.placement import Assignments, ProcessDemand, RunPlacement, place_processes
@@ -211,7 +211,7 @@ class _PlanBuilder:
             env={**_build_thread_variables(demand.cores), **self._build_lock_variable(name), **self.secret_env},
             ready_timeout=config.launch.startup_timeout,
             num_ranks=demand.num_ranks,
-            placement=Placement(
+            placement=PlacementRequest(
                 demand.cores,
                 demand.gpus,
                 partial(self.assignments.assign, name),

@@ -24,7 +24,7 @@ from ramify.core.async_calls import call_in_daemon_thread, cancel_all
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, PeerLost, ProcessDied, RamifyError
 from ramify.core.interactive import run_coroutine
 from ramify.core.terminal import hide_log_records
-from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode, Placement, ProcessSlot, ProcessSpec
+from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode, PlacementRequest, ProcessSlot, ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.placement import format_room
 from ramify.launch.remote_slot import ExchangeReply, ExchangeRequest, NodeProcess, RemoteSlot, SlotAddress
@@ -172,7 +172,7 @@ class RayLauncher:
             raise PeerLost(f"Ray did not {action}: {reason}; check the cluster with `ray status`") from error
 
     async def open_slots(
-        self, leases: RoleLeases, placement: Placement | None, *, timeout: float
+        self, leases: RoleLeases, placement: PlacementRequest | None, *, timeout: float
     ) -> Sequence[ProcessSlot]:
         """Return one slot per rank; nodes are chosen again if one dies or does not answer meanwhile.
 
@@ -202,7 +202,7 @@ class RayLauncher:
             message = f"{leases.role} could not be placed within {timeout:g} s"
             raise DeadlineExceeded(f"{message}: {shortage}{last_failure}") from error
 
-    async def _choose_nodes(self, placement: Placement, num_ranks: int) -> "Sequence[_RayNode | None] | None":
+    async def _choose_nodes(self, placement: PlacementRequest, num_ranks: int) -> "Sequence[_RayNode | None] | None":
         """Return the node of each rank, or None for each one that Ray may choose; None if there is no room now.
 
         A node on which a process was lost is chosen only if the others have no room.
@@ -222,7 +222,7 @@ class RayLauncher:
             self._avoided_until[node.name] = time.monotonic() + self._settings.node_avoidance
 
     async def _open_on(
-        self, nodes: "Sequence[_RayNode | None]", leases: RoleLeases, placement: Placement
+        self, nodes: "Sequence[_RayNode | None]", leases: RoleLeases, placement: PlacementRequest
     ) -> list[RemoteSlot]:
         """Start one actor per rank. If one of them fails, all are ended."""
         clients = [
@@ -247,7 +247,7 @@ class RayLauncher:
             RemoteSlot(client, address, leases, rank) for rank, (client, address) in enumerate(zip(clients, addresses))
         ]
 
-    def _create_actor(self, placement: Placement, node: "_RayNode | None") -> Any:
+    def _create_actor(self, placement: PlacementRequest, node: "_RayNode | None") -> Any:
         strategies = self._ray.util.scheduling_strategies
         strategy = "SPREAD" if node is None else strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
         options = self._actor_class.options(
@@ -259,7 +259,7 @@ class RayLauncher:
         )
         return options.remote(placement.lease, None if node is None else node.name)
 
-    async def _describe_shortage(self, leases: RoleLeases, placement: Placement) -> str:
+    async def _describe_shortage(self, leases: RoleLeases, placement: PlacementRequest) -> str:
         """Return what the ranks of a process need, and what the nodes have."""
         needed = f"{format_room(placement.num_gpus, placement.num_cpus)} on a node"
         ranks = f"each of {leases.num_ranks} ranks needs" if leases.num_ranks > 1 else "it needs"
@@ -399,7 +399,7 @@ class _RayClient:
     """The connection to one actor."""
 
     def __init__(
-        self, ray: Any, actor: Any, node: _RayNode | None, placement: Placement, *, on_lost: Callable[[], None]
+        self, ray: Any, actor: Any, node: _RayNode | None, placement: PlacementRequest, *, on_lost: Callable[[], None]
     ) -> None:
         self.placement, self.is_open, self.is_closed = placement, False, False
         self._ray, self._actor, self._on_lost = ray, actor, on_lost
