@@ -29,7 +29,7 @@ from ramify.rollout.envserver.messages import (
     TaskPage,
     TasksRequest,
 )
-from ramify.trace import Episode, Message, ModelCall, Trace, VersionRun, encode_episode
+from ramify.trace import Episode, Message, ModelCall, Trace, VersionSpan, encode_episode
 from ramify.train.batch import PackSpec
 from ramify.train.protocol import (
     BatchRequest,
@@ -86,7 +86,7 @@ def make_episode(id: str, group: str, attempt: int) -> bytes:
         sampled_span=(0, REPLY_TOKENS),
         logprobs=[-0.125] * REPLY_TOKENS,
         call=ModelCall(f"call-{id}"),
-        versions=[VersionRun(MODEL, 0, StubEngine.version["step"], REPLY_TOKENS)],
+        versions=[VersionSpan(MODEL, 0, StubEngine.version["step"], REPLY_TOKENS)],
     )
     trace.rewards["match"] = (float(attempt % 2), 1.0)
     return encode_episode(Episode((trace,)))

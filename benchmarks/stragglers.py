@@ -36,7 +36,7 @@ from ramify.rollout.envserver.messages import (
 from ramify.run.store import RunStore
 from ramify.run.store.group_state import GroupState
 from ramify.run.store.ledger import GroupRecord, Ledger
-from ramify.trace import Episode, Message, ModelCall, Trace, VersionRun, encode_episode
+from ramify.trace import Episode, Message, ModelCall, Trace, VersionSpan, encode_episode
 from ramify.trace.version import PolicyVersion
 from ramify.train.batch import PackSpec
 from ramify.train.protocol import (
@@ -69,7 +69,7 @@ def build_episode(request: RolloutRequest) -> bytes:
         rewards={"luck": (float(request.attempt % 2), 1.0)},
     )
     node = trace.graph.add_node(-1, Message("user", "?"), [1, 2, 3])
-    reply, runs = Message("assistant", "!"), [VersionRun("tiny", 0, 0, 2)]
+    reply, runs = Message("assistant", "!"), [VersionSpan("tiny", 0, 0, 2)]
     call = ModelCall(request.id, finish_reason="stop")
     trace.graph.add_node(
         node, reply, [5, 10, 11], sampled_span=(1, 3), logprobs=[-0.5, -0.5], versions=runs, call=call, trainable=True

@@ -29,7 +29,7 @@ from ramify.trace import (
     TraceBuilder,
     Turn,
     Usage,
-    VersionRun,
+    VersionSpan,
     balance_packs,
     build_forest,
     decode_trace,
@@ -63,7 +63,7 @@ def turn_of(turns: Sequence[SyntheticTurn], index: int) -> Turn:
         reply=Message("assistant", turns[index].reply),
         reply_ids=np.array(turns[index].sampled, np.int32),
         logprobs=np.array(turns[index].logprobs, np.float32),
-        versions=[VersionRun("policy", 0, index, MESSAGE_TOKENS)],
+        versions=[VersionSpan("policy", 0, index, MESSAGE_TOKENS)],
     )
 
 
@@ -129,7 +129,7 @@ def groups(rng: np.random.Generator) -> list[list[AnnotatedTrace]]:
                     ids,
                     sampled_span=(0, each // 2),
                     logprobs=rng.random(each // 2, np.float32),
-                    versions=[VersionRun("policy", 0, call, each // 2)],
+                    versions=[VersionSpan("policy", 0, call, each // 2)],
                     call=ModelCall(f"{call}"),
                 )
                 notes.append(Annotation(trace.id, node, advantage=float(rng.normal())))

@@ -27,7 +27,7 @@ from _check import NO_COMPETITOR, Row, finish, parser
 
 from ramify.run.store import Ledger, RolloutRecord, RunLog, RunStore
 from ramify.run.store.run_directory import IDENTITY_KEY
-from ramify.trace import Message, ModelCall, Trace, VersionRun
+from ramify.trace import Message, ModelCall, Trace, VersionSpan
 
 NUM_ROLLOUTS = 100_000
 GROUP_SIZE = 16
@@ -147,7 +147,7 @@ def make_long_trace() -> Trace:
             tokens,
             sampled_span=(2, count),
             logprobs=[-(number % 40) / 10 for number in range(count - 2)],
-            versions=[VersionRun("tiny", 0, turn, count - 2)],
+            versions=[VersionSpan("tiny", 0, turn, count - 2)],
             call=ModelCall(f"c{turn}", finish_reason="stop"),
         )
     trace.rewards = {"similarity": (0.5, 1.0)}

@@ -22,7 +22,7 @@ async def test_sampled_logprobs_equal_scored_logprobs(client):
     scored = await client.score([*PROMPT, *done.token_ids.tolist()], session="a")
     assert done.token_ids.dtype == np.int32 and done.logprobs.dtype == np.float32 and done.finish_reason == "length"
     assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
-    assert [(run_.policy, run_.incarnation, run_.step, run_.count) for run_ in done.version_runs] == [(*FIRST, 12)]
+    assert [(run_.policy, run_.incarnation, run_.step, run_.count) for run_ in done.version_spans] == [(*FIRST, 12)]
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(PROMPT), 12)
 
 
@@ -59,7 +59,7 @@ async def sample_across_update(client, target, kv):
             assert ack.version == SECOND and 0 < ack.seconds < 60
             await client.resume()
             samples = await asyncio.gather(*calls)
-            if all(len(done.version_runs) > 1 for done in samples):
+            if all(len(done.version_spans) > 1 for done in samples):
                 return samples
             await client.update_weights(target.first, FIRST)
     pytest.fail("the samples were always finished before the pause")
@@ -71,17 +71,17 @@ async def test_every_token_has_the_version_that_sampled_it(client, target, kv):
     """On both sides of the version change, the logprobs must match the reported version."""
     samples = await sample_across_update(client, target, kv)
     for done in samples:
-        assert [run_.step for run_ in done.version_runs] == [1, 2]
-        assert sum(run_.count for run_ in done.version_runs) == target.flight
+        assert [run_.step for run_ in done.version_spans] == [1, 2]
+        assert sum(run_.count for run_ in done.version_spans) == target.flight
     fresh = await client.generate(PROMPT, ClientSampling(max_tokens=12, ignore_eos=True))
-    assert [run_.step for run_ in fresh.version_runs] == [2]
+    assert [run_.step for run_ in fresh.version_spans] == [2]
     scored = await client.score([*PROMPT, *fresh.token_ids.tolist()], cache_salt=f"unused {kv}")
     assert fresh.logprobs == pytest.approx(scored[-12:], abs=2e-4)
     new = [await score_sample(client, done, f"unused {kv}") for done in samples]
     await client.update_weights(target.first, FIRST)
     old = [await score_sample(client, done, f"unused {kv} again") for done in samples]
     for done, by_old, by_new in zip(samples, old, new):
-        change = done.version_runs[0].count
+        change = done.version_spans[0].count
         before, after = slice(max(0, change - 8), change), slice(change, change + 8)
         assert done.logprobs[before] == pytest.approx(by_old[before], abs=CLOSE)
         assert done.logprobs[before] != pytest.approx(by_new[before], abs=CLOSE)

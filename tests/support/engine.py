@@ -20,7 +20,7 @@ from ramify.infer.client.stall_clock import StallClock
 from ramify.model.images import ProcessedImage
 from ramify.model.render import load_renderer
 from ramify.model.resolve import resolve_model_path
-from ramify.trace import Trace, Usage, VersionRun
+from ramify.trace import Trace, Usage, VersionSpan
 from ramify.trace.version import PolicyVersion
 
 TINY = load_renderer(resolve_model_path("tiny"))
@@ -98,7 +98,7 @@ class ScriptedClient(ScriptedModel):
             raise reply
         sample, finish_reason = self.encode_reply(prompt, reply, sampling.max_tokens)
         count = len(sample.token_ids)
-        runs = [VersionRun("tiny", 0, 1, count // 2), VersionRun("tiny", 0, 2, count - count // 2)]
+        runs = [VersionSpan("tiny", 0, 1, count // 2), VersionSpan("tiny", 0, 2, count - count // 2)]
         return Completion(
             np.array(sample.token_ids, np.int32),
             np.array(sample.logprobs, np.float32),

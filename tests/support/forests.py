@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from ramify.trace import AnnotatedTrace, Annotation, Forest, Media, MediaRef, Message, PolicyVersion, Trace, VersionRun
+from ramify.trace import AnnotatedTrace, Annotation, Forest, Media, MediaRef, Message, PolicyVersion, Trace, VersionSpan
 
 COMPONENTS = ("rl", "ce", "ref_kl", "kl")
 NUMBERS = ("logprob", "advantage", *COMPONENTS, "ref_logprob")
@@ -33,7 +33,7 @@ class Planned:
     tokens: tuple[int, ...]
     sampled: tuple[int, int] = (0, 0)
     logprobs: tuple[float, ...] = ()
-    versions: tuple[VersionRun, ...] = ()
+    versions: tuple[VersionSpan, ...] = ()
     images: tuple[Run, ...] = ()
     trainable: bool = True
 
@@ -403,12 +403,12 @@ def _logprobs(rng: Random, size: Size, count: int) -> tuple[float, ...]:
     return tuple(float(np.float32(rng.uniform(*size.logprobs))) for _ in range(count))
 
 
-def _versions(rng: Random, count: int) -> tuple[VersionRun, ...]:
+def _versions(rng: Random, count: int) -> tuple[VersionSpan, ...]:
     if not count or rng.random() < 0.3:
         return ()
     first = rng.randint(0, count)
     step = rng.randint(0, 2)
-    return VersionRun("policy", 0, step, first), VersionRun("policy", rng.randint(0, 1), step + 1, count - first)
+    return VersionSpan("policy", 0, step, first), VersionSpan("policy", rng.randint(0, 1), step + 1, count - first)
 
 
 def _notes(rng: Random, name: str, nodes: Sequence[Planned]) -> tuple[Annotation, ...]:

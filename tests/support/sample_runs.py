@@ -14,7 +14,7 @@ from ramify.run.store import DropReason, Ledger, RolloutRecord, RunLog, RunStore
 from ramify.run.store.ledger_tables import CommitRecord, GroupRecord
 from ramify.run.store.run_directory import IDENTITY_KEY
 from ramify.run.store.summary import summarize_rollout
-from ramify.trace import Annotation, Media, MediaPart, Message, ModelCall, TextPart, ToolCall, Trace, Usage, VersionRun
+from ramify.trace import Annotation, Media, MediaPart, Message, ModelCall, TextPart, ToolCall, Trace, Usage, VersionSpan
 from ramify.train.token_stats import FILE_NAME, TOKEN_STATS_DIR
 
 RL_CONFIG = """name = "run"
@@ -55,7 +55,7 @@ def make_trace(
         [1, *reply],
         sampled_span=(1, 1 + len(reply)),
         logprobs=[-0.1 * (place + 1) for place in range(len(reply))],
-        versions=[VersionRun("tiny", 0, step, len(reply))],
+        versions=[VersionSpan("tiny", 0, step, len(reply))],
         call=ModelCall(f"call-{id}", served_model="tiny", finish_reason="stop", usage=Usage(3, len(reply))),
     )
     trace.rewards = {"similarity": (reward, 1.0)}

@@ -30,7 +30,7 @@ from ramify.trace import (
     TraceBuilder,
     Turn,
     Usage,
-    VersionRun,
+    VersionSpan,
 )
 
 PLACEHOLDER = 0  # what stands for an image in the prompt; text may use the same id, to be nasty
@@ -73,7 +73,7 @@ class Seen:
     sampled: list[int]
     logprobs: list[np.float32]
     images: list[tuple[int, int, str]]  # (start, stop, hash) in prompt tokens
-    versions: tuple[VersionRun, ...]
+    versions: tuple[VersionSpan, ...]
     message: Message
 
 
@@ -273,13 +273,13 @@ class _Writer:
         self.lines += [line, (*line, answered)]
         self.asked.append((line, opening, reply))
 
-    def _versions(self, count: int) -> tuple[VersionRun, ...]:
+    def _versions(self, count: int) -> tuple[VersionSpan, ...]:
         rng = self.rng
         if count and rng.random() < 0.2:
             return ()
         first = rng.randint(0, count)
         runs = [("p", first), (rng.choice("pq"), count - first)]
-        found = tuple(VersionRun(policy, 1, 7 + i, n) for i, (policy, n) in enumerate(runs) if n)
+        found = tuple(VersionSpan(policy, 1, 7 + i, n) for i, (policy, n) in enumerate(runs) if n)
         self.script.kinds["versions_change"] += len(found) > 1
         return found
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ramify.core.errors import Failure
 from ramify.run.store import RolloutRecord, RunStore
-from ramify.trace import Message, ModelCall, Trace, Usage, VersionRun
+from ramify.trace import Message, ModelCall, Trace, Usage, VersionSpan
 
 PROMPT = [1, 2, 3]
 
@@ -34,7 +34,7 @@ def make_trace(
             [5, *reply],
             sampled_span=(1, 1 + len(reply)),
             logprobs=[-0.5] * len(reply) if logprobs is None else logprobs,
-            versions=[VersionRun("policy", 0, version, len(reply))],
+            versions=[VersionSpan("policy", 0, version, len(reply))],
             call=ModelCall(f"{name}-{turn}", finish_reason="stop"),
             trainable=trainable,
         )

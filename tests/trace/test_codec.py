@@ -23,7 +23,7 @@ from ramify.trace import (
     Trace,
     TraceBuilder,
     TraceDeltaDecoder,
-    VersionRun,
+    VersionSpan,
     codec,
     decode_episode,
     decode_trace,
@@ -44,7 +44,7 @@ def small_trace() -> Trace:
     trace = Trace(id="t", group="g", info={"a": 1}, rewards={"r": (1.0, 0.5), "due": None})
     image = trace.add_media(IMAGES[0])
     trace.graph.add_node(-1, Message("u", "é"), [7, 0, 9], content_span=(1, 3), media=[MediaRef(0, image, 1, 2)])
-    versions = [VersionRun("p", 0, 1, 1), VersionRun("q", 0, 2, 1)]
+    versions = [VersionSpan("p", 0, 1, 1), VersionSpan("q", 0, 2, 1)]
     for name in ("c", "d"):
         trace.graph.add_node(
             0,

@@ -12,7 +12,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from ramify.core.errors import OperationInvalid, RamifyError
-from ramify.trace import Media, MediaRef, Message, ModelCall, TextPart, Trace, TraceBuilder, VersionRun, encode_trace
+from ramify.trace import Media, MediaRef, Message, ModelCall, TextPart, Trace, TraceBuilder, VersionSpan, encode_trace
 from tests.support import trace_oracle as oracle
 from tests.support.trace_scripts import IMAGES, KINDS, Script, big_script, replay, scripts, write_script
 
@@ -171,12 +171,12 @@ WRONG_NODES = {
     "an id is too large": {"token_ids": [1, 2**31, 3]},
     "ids are text": {"token_ids": "abc"},
     "ids of two axes": {"token_ids": np.array([[1, 2, 3]], np.int32)},
-    "versions cover too little": {"versions": [VersionRun("p", 0, 0, 1)]},
-    "versions have a negative count": {"versions": [VersionRun("p", 0, 0, 3), VersionRun("p", 0, 1, -1)]},
-    "a version does not fit": {"versions": [VersionRun("p", 2**40, 0, 2)]},
-    "a step does not fit": {"versions": [VersionRun("p", 0, 2**31, 2)]},
-    "a policy is not a name": {"versions": [VersionRun(5, 0, 0, 2)]},  # pyright: ignore[reportArgumentType]
-    "a policy is not unicode": {"versions": [VersionRun("\ud800", 0, 0, 2)]},
+    "versions cover too little": {"versions": [VersionSpan("p", 0, 0, 1)]},
+    "versions have a negative count": {"versions": [VersionSpan("p", 0, 0, 3), VersionSpan("p", 0, 1, -1)]},
+    "a version does not fit": {"versions": [VersionSpan("p", 2**40, 0, 2)]},
+    "a step does not fit": {"versions": [VersionSpan("p", 0, 2**31, 2)]},
+    "a policy is not a name": {"versions": [VersionSpan(5, 0, 0, 2)]},  # pyright: ignore[reportArgumentType]
+    "a policy is not unicode": {"versions": [VersionSpan("\ud800", 0, 0, 2)]},
     "media that is not there": {"media": [MediaRef(0, 1, 0, 1)]},
     "media before the table": {"media": [MediaRef(0, -1, 0, 1)]},
     "media leaves the tokens": {"media": [MediaRef(0, 0, 2, 4)]},

@@ -21,7 +21,7 @@ from ramify.trace import (
     Trace,
     TraceBuilder,
     Turn,
-    VersionRun,
+    VersionSpan,
     decode_trace,
     encode_trace,
 )
@@ -283,8 +283,8 @@ WRONG_TURNS = {
     "message of the wrong type": {"spans": [MessageSpan(Message("user", 7), 3, (0, 3))]},  # pyright: ignore[reportArgumentType]
     "a logprob too few": {"logprobs": [-1.0]},
     "reply body leaves the reply": {"reply_content_span": (0, 5)},
-    "versions cover too little": {"versions": [VersionRun("p", 0, 0, 1)]},
-    "a version does not fit": {"versions": [VersionRun("p", 2**40, 0, 2)]},
+    "versions cover too little": {"versions": [VersionSpan("p", 0, 0, 1)]},
+    "a version does not fit": {"versions": [VersionSpan("p", 2**40, 0, 2)]},
     "an array is too long": {"arrays": {"x": np.zeros(9)}},
     "span leaves the prompt": {"spans": [MessageSpan(Message("user"), 9, (0, 3))]},
     "spans run backwards": {"spans": [SPAN, MessageSpan(Message("user"), 2, (2, 2))]},

@@ -16,7 +16,7 @@ from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.model.resolve import resolve_model_path
 from ramify.model.tree_attention import BLOCK_SIZE
-from ramify.trace import AnnotatedTrace, Annotation, Message, Trace, VersionRun, build_forest, make_padding_forest
+from ramify.trace import AnnotatedTrace, Annotation, Message, Trace, VersionSpan, build_forest, make_padding_forest
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, load_loss, pack_forests
 from ramify.train.build import choose_moments, choose_trainer_dtype
 from ramify.train.config import OptimConfig, ScheduleConfig
@@ -45,7 +45,7 @@ def build_trace(
         np.array([rng.randrange(VOCAB) for _ in range(size)], np.int32),
         sampled_span=(0, size),
         logprobs=[rng.uniform(-5.0, -2.0) for _ in range(size)],
-        versions=[VersionRun("p", 0, step, half), VersionRun("p", 0, step + 1, size - half)],
+        versions=[VersionSpan("p", 0, step, half), VersionSpan("p", 0, step + 1, size - half)],
     )
     annotation = Annotation(name, 1, advantage=rng.choice([-1.0, 1.0]), ce=rng.choice([0.0, 0.5]))
     return AnnotatedTrace(trace, (annotation,), temperature, env)

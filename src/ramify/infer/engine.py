@@ -88,7 +88,7 @@ class RequestStream:
         return RequestOutput(
             token_ids=request.token_ids[prompt_length + start : prompt_length + stop],
             logprobs=request.logprobs[start:stop],
-            version_runs=_version_runs(request.version_starts, start, stop),
+            version_spans=_version_runs(request.version_starts, start, stop),
             finish_reason=finish_reason,
             top_logprobs=request.top_logprobs[start:stop],
             prompt_logprobs=request.prompt_logprobs if start == 0 else [],

@@ -119,7 +119,7 @@ def format_choice(index: int, output: RequestOutput, body: GenerateBody) -> dict
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
         **logprobs,
-        "policy_versions": [[*version, count] for version, count in output.version_runs],
+        "policy_versions": [[*version, count] for version, count in output.version_spans],
     }
 
 

@@ -23,7 +23,7 @@ from ramify.infer.request import EngineRequest, FinishReason, SamplingParams
 from ramify.model.render import RenderedPrompt, load_renderer
 from ramify.model.resolve import fetch_model
 from ramify.model.weights import StagedWeights, get_tensors_for
-from ramify.trace import Message, MessageSpan, ModelCall, Trace, TraceBuilder, Turn, Usage, VersionRun
+from ramify.trace import Message, MessageSpan, ModelCall, Trace, TraceBuilder, Turn, Usage, VersionSpan
 from ramify.trace.version import PolicyVersion
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -148,7 +148,7 @@ class LLM:
             usage=usage,
         )
         trace = Trace(id=call.id)
-        versions = [VersionRun(*self.version, len(token_ids))]
+        versions = [VersionSpan(*self.version, len(token_ids))]
         turn = Turn(call, prompt.token_ids, prompt.spans, reply, token_ids, logprobs, content_span, versions)
         TraceBuilder(trace).add_turn(turn)
         return Sample(reply.text, token_ids, logprobs, request.finish_reason, trace)

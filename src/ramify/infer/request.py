@@ -269,7 +269,7 @@ class RequestOutput:
 
     token_ids: list[int]
     logprobs: list[float]
-    version_runs: list[tuple[PolicyVersion, int]]  # and the number of tokens that it sampled
+    version_spans: list[tuple[PolicyVersion, int]]  # and the number of tokens that it sampled
     finish_reason: FinishReason | None
     top_logprobs: TopLogprobs = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)

@@ -45,7 +45,7 @@ from ramify.infer.streaming import build_error_body, get_status, submit_all
 from ramify.model.render import Renderer
 from ramify.processes.wire.browser_guard import BrowserGuard
 from ramify.processes.wire.http_server import HttpServer
-from ramify.trace import Trace, Usage, VersionRun
+from ramify.trace import Trace, Usage, VersionSpan
 
 DIALECT_PATHS = ("/responses", "/conversations", "/messages")
 KEEPALIVE_INTERVAL = 5.0  # seconds between the keepalives of a stream that waits for its reply
@@ -80,7 +80,7 @@ class EngineTokenClient:
         return Completion(
             np.array(output.token_ids, np.int32),
             np.array(output.logprobs, np.float32),
-            tuple(VersionRun(*version, count) for version, count in output.version_runs),
+            tuple(VersionSpan(*version, count) for version, count in output.version_spans),
             output.finish_reason,
             Usage(len(prompt), len(output.token_ids), output.num_cached_tokens),
             "the engine",

@@ -24,7 +24,7 @@ from .message import ModelCall as ModelCall
 from .message import TextPart as TextPart
 from .message import ToolCall as ToolCall
 from .message import Usage as Usage
-from .message import VersionRun as VersionRun
+from .message import VersionSpan as VersionSpan
 from .packing import balance_packs as balance_packs
 from .packing import pack_trees as pack_trees
 from .packing import split_forest as split_forest

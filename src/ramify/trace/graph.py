@@ -27,7 +27,7 @@ from ramify.trace.columns import (
     common_prefix_length,
     make_readonly,
 )
-from ramify.trace.message import Media, MediaRef, Message, ModelCall, NodeRecord, VersionRun
+from ramify.trace.message import Media, MediaRef, Message, ModelCall, NodeRecord, VersionSpan
 from ramify.trace.node_checks import (
     as_logprobs,
     as_token_ids,
@@ -114,10 +114,10 @@ class MessageGraph:
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise DataCorrupt(f"the message of node {node} cannot be decoded: {error}") from error
 
-    def version_runs(self, node: int) -> tuple[VersionRun, ...]:
+    def version_spans(self, node: int) -> tuple[VersionSpan, ...]:
         """Return the weight versions of the node's sampled tokens."""
         rows = _select_rows(self.versions.view, node, node)
-        return tuple(VersionRun(self.policies[p], i, s, c) for _, p, i, s, c in rows)
+        return tuple(VersionSpan(self.policies[p], i, s, c) for _, p, i, s, c in rows)
 
     def node_media(self, node: int) -> tuple[MediaRef, ...]:
         """Return the media references of a node."""
@@ -179,7 +179,7 @@ class MessageGraph:
         sampled_span: tuple[int, int] = (0, 0),
         content_span: tuple[int, int] = (0, 0),
         logprobs: npt.ArrayLike = (),
-        versions: Sequence[VersionRun] = (),
+        versions: Sequence[VersionSpan] = (),
         media: Sequence[MediaRef] = (),
         arrays: Mapping[str, npt.NDArray[Any]] | None = None,
         call: ModelCall | None = None,

@@ -96,7 +96,7 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     call: ModelCall | None = None
 
 
-class VersionRun(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+class VersionSpan(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """`count` consecutive sampled tokens from one version of the policy's weights."""
 
     policy: str

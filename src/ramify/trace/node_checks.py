@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ramify.core.errors import OperationInvalid
 from ramify.trace.columns import Float32Array, Int32Array, make_readonly
-from ramify.trace.message import Media, MediaRef, Message, ModelCall, NodeRecord, VersionRun
+from ramify.trace.message import Media, MediaRef, Message, ModelCall, NodeRecord, VersionSpan
 from ramify.trace.plain_data import to_plain
 
 ARRAY_DTYPE_KINDS = "biufcSUmM"  # numpy dtype kinds that are fully described by their string
@@ -65,8 +65,8 @@ def check_node(
         raise OperationInvalid(f"node {node} has {num_sampled} sampled tokens but logprobs of shape {logprobs.shape}")
 
 
-def check_versions(node: int, versions: Sequence[VersionRun], num_sampled: int) -> None:
-    """Raise if the version runs, where there are any, do not cover the sampled tokens."""
+def check_versions(node: int, versions: Sequence[VersionSpan], num_sampled: int) -> None:
+    """Raise if the version spans, where there are any, do not cover the sampled tokens."""
     covered = sum(run.count for run in versions)
     if versions and covered != num_sampled:
         raise OperationInvalid(f"node {node} has {num_sampled} sampled tokens but its versions cover {covered}")

@@ -16,7 +16,7 @@ from ramify.core.errors import OperationInvalid
 from ramify.trace.columns import Float32Array, Int32Array, concat_ranges, make_readonly
 from ramify.trace.graph import MessageGraph
 from ramify.trace.header import FIELD_TYPES, TraceHeader, validate_field
-from ramify.trace.message import Media, MediaRef, Message, ModelCall, VersionRun
+from ramify.trace.message import Media, MediaRef, Message, ModelCall, VersionSpan
 from ramify.trace.plain_data import to_plain
 
 
@@ -216,9 +216,9 @@ class Node:
         )
 
     @property
-    def versions(self) -> tuple[VersionRun, ...]:
+    def versions(self) -> tuple[VersionSpan, ...]:
         """The weight versions of the sampled tokens."""
-        return self.trace.graph.version_runs(self.index)
+        return self.trace.graph.version_spans(self.index)
 
     @property
     def media(self) -> tuple[MediaRef, ...]:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from ramify.core.errors import OperationInvalid
 from ramify.trace.columns import Int32Array
 from ramify.trace.graph import MessageGraph
-from ramify.trace.message import Media, MediaRef, Message, ModelCall, VersionRun
+from ramify.trace.message import Media, MediaRef, Message, ModelCall, VersionSpan
 from ramify.trace.node_checks import as_logprobs, as_token_ids
 from ramify.trace.trace import Trace
 
@@ -64,7 +64,7 @@ class Turn(Struct, frozen=True):
     reply_ids: npt.ArrayLike
     logprobs: npt.ArrayLike
     reply_content_span: tuple[int, int] | None = None
-    versions: Sequence[VersionRun] = ()
+    versions: Sequence[VersionSpan] = ()
     media: Sequence[PromptMedia] = ()
     arrays: Mapping[str, npt.NDArray[Any]] = {}
     trainable: bool = True

@@ -62,7 +62,7 @@ async def test_sampled_logprobs_equal_scored_logprobs(client):
     scored = await client.score([*PROMPT, *done.token_ids.tolist()], session="a")
     assert np.isnan(scored[0]) and scored.dtype == np.float32
     assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
-    assert [(run.step, run.count) for run in done.version_runs] == [(1, 12)]
+    assert [(run.step, run.count) for run in done.version_spans] == [(1, 12)]
     tail = await client.score([*PROMPT, *done.token_ids.tolist()], session="a", start=len(PROMPT))
     assert np.isnan(tail[: len(PROMPT)]).all() and done.logprobs == pytest.approx(tail[-12:], abs=2e-4)
 
@@ -139,10 +139,10 @@ async def test_requests_in_flight_continue_with_new_weights_and_report_both_vers
     done = await client.update_weights(published[SECOND], SECOND, kv)
     assert {ack.version for ack in done} == {SECOND} and len(done) == 2
     for completion in await asyncio.gather(*calls):
-        assert [run.step for run in completion.version_runs] in ([1, 2], [2])
-        assert sum(run.count for run in completion.version_runs) == 400
+        assert [run.step for run in completion.version_spans] in ([1, 2], [2])
+        assert sum(run.count for run in completion.version_spans) == 400
     fresh = await client.generate(PROMPT, ClientSampling(max_tokens=2, ignore_eos=True))
-    assert [run.step for run in fresh.version_runs] == [2]
+    assert [run.step for run in fresh.version_spans] == [2]
 
 
 async def test_refused_weights_keep_the_old_ones_and_the_servers_up(client, tmp_path):

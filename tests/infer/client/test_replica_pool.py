@@ -37,7 +37,7 @@ async def test_a_completion_has_tokens_logprobs_versions_usage_and_server():
         done = await client.generate(np.array([1, 2], np.int32), SAMPLING, cache_salt="s", priority=4)
     assert done.token_ids.tolist() == [7, 7, 7] and done.token_ids.dtype == np.int32
     assert done.logprobs.tolist() == [-0.5] * 3 and done.logprobs.dtype == np.float32
-    assert [(run.policy, run.incarnation, run.step, run.count) for run in done.version_runs] == [("fake", 2, 9, 3)]
+    assert [(run.policy, run.incarnation, run.step, run.count) for run in done.version_spans] == [("fake", 2, 9, 3)]
     assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.finish_reason, done.server) == (
         2,
         3,
@@ -293,7 +293,7 @@ async def test_vllm_weights_are_labelled_and_tokens_have_the_version_of_their_la
     async with connected(fake, version=PolicyVersion("mine", 1, 5)) as client:
         done = await client.generate([1], SAMPLING)
         assert fake.label == "mine@1.5"
-        assert [(run.policy, run.incarnation, run.step, run.count) for run in done.version_runs] == [("mine", 1, 5, 3)]
+        assert [(run.policy, run.incarnation, run.step, run.count) for run in done.version_spans] == [("mine", 1, 5, 3)]
 
 
 async def test_a_closed_client_refuses_requests():

@@ -59,7 +59,7 @@ async def test_an_update_pauses_reloads_resets_labels_and_resumes(first, second)
             "/resume",
         ]
         done = await client.generate([1], SAMPLING)
-        assert [run.step for run in done.version_runs] == [2]
+        assert [run.step for run in done.version_spans] == [2]
 
 
 async def test_with_kv_keep_the_cache_is_not_reset_and_new_requests_are_salted(first, second):
@@ -108,7 +108,7 @@ async def test_a_server_outside_development_mode_can_sample_but_not_update(first
 
     fake = Closed(root=str(first))
     async with connected(fake, version=PolicyVersion("policy", 0, 1)) as client:
-        assert [run.step for run in (await client.generate([1], SAMPLING)).version_runs] == [1]
+        assert [run.step for run in (await client.generate([1], SAMPLING)).version_spans] == [1]
         with pytest.raises(WeightsRefused, match="VLLM_SERVER_DEV_MODE=1"):
             await client.update_weights(second, SECOND)
         with pytest.raises(ProviderError, match="404"):
@@ -139,7 +139,7 @@ async def test_tokens_of_unknown_weights_are_refused_and_the_server_joins_again(
             await client.generate([1], SAMPLING)
         if label == "default":
             done = await client.generate([1], SAMPLING)
-            assert [run.step for run in done.version_runs] == [1] and fake.label == "policy@0.1"
+            assert [run.step for run in done.version_spans] == [1] and fake.label == "policy@0.1"
         else:
             await async_wait_until(lambda: "was interrupted" in client.down_replicas.get(fake.url, ""))
 

@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ramify.trace import Usage, VersionRun
+from ramify.trace import Usage, VersionSpan
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -50,21 +50,21 @@ class ClientSampling(Struct, frozen=True):
 
 
 class SampledTokens(Struct, frozen=True, eq=False):
-    """The tokens of a sample. `version_runs` are runs over `token_ids`: it may span several versions of the weights."""
+    """The tokens of a sample, and in `version_spans` the versions of the weights that sampled them."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    version_runs: tuple[VersionRun, ...]
+    version_spans: tuple[VersionSpan, ...]
 
     def truncate(self, num_tokens: int) -> "SampledTokens":
         """Return the first `num_tokens` tokens, which are an exact sample too."""
-        runs: list[VersionRun] = []
+        spans: list[VersionSpan] = []
         remaining = num_tokens
-        for run in self.version_runs:
-            if share := min(run.count, remaining):
-                runs.append(replace(run, count=share))
+        for span in self.version_spans:
+            if share := min(span.count, remaining):
+                spans.append(replace(span, count=share))
             remaining -= share
-        return SampledTokens(self.token_ids[:num_tokens], self.logprobs[:num_tokens], tuple(runs))
+        return SampledTokens(self.token_ids[:num_tokens], self.logprobs[:num_tokens], tuple(spans))
 
 
 class Completion(SampledTokens, frozen=True, eq=False):

@@ -34,7 +34,7 @@ from ramify.infer.client.generate_messages import (
     parse_top_logprobs,
 )
 from ramify.infer.client.http_client import HttpClient, read_body, send_request
-from ramify.trace import VersionRun
+from ramify.trace import VersionSpan
 from ramify.trace.columns import StructuredArray
 from ramify.trace.version import PolicyVersion
 
@@ -82,7 +82,7 @@ class EngineAdapter(ABC):
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
-            version_runs=self._parse_version_runs(choice, len(token_ids)),
+            version_spans=self._parse_version_runs(choice, len(token_ids)),
             finish_reason=parse_finish_reason(choice.finish_reason, self.url),
             usage=build_usage(response, request, len(token_ids)),
             server=self.url,
@@ -159,7 +159,7 @@ class EngineAdapter(ABC):
         """
 
     @abstractmethod
-    def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionRun, ...]:
+    def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionSpan, ...]:
         """Return which version each sampled token came from. Raises ProviderError if that does not cover all tokens."""
 
     def _build_logprobs_start(self, start: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ from ramify.infer.client.generate_messages import (
 from ramify.infer.client.http_client import read_body, send_request
 from ramify.infer.client.replica import Replica
 from ramify.infer.client.vllm_adapter import UNDEFINED_LABEL, VLLMAdapter
-from ramify.trace import VersionRun
+from ramify.trace import VersionSpan
 from ramify.trace.version import PolicyVersion
 
 PROMPTS: tuple[tuple[int, ...], ...] = ((3, 5, 7), (11, 4, 9, 6), (8,), (5, 5, 12, 10))
@@ -108,8 +108,8 @@ class NativeAdapter(EngineAdapter):
     def _build_logprobs_start(self, start: int) -> dict[str, int]:
         return {"logprobs_start": start}
 
-    def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionRun, ...]:
-        runs = tuple(VersionRun(*run) for run in choice.policy_versions or ())
+    def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionSpan, ...]:
+        runs = tuple(VersionSpan(*run) for run in choice.policy_versions or ())
         if sum(run.count for run in runs) != num_tokens:
             raise ProviderError(f"{self.url} returned {num_tokens} tokens whose versions do not add up: {runs}")
         return runs

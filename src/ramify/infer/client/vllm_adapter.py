@@ -40,7 +40,7 @@ from ramify.infer.client.generate_messages import GenerateChoice, GenerateReques
 from ramify.infer.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.model.resolve import read_vocab_size
 from ramify.model.weights_manifest import verify_weights
-from ramify.trace import VersionRun
+from ramify.trace import VersionSpan
 from ramify.trace.version import PolicyVersion
 
 RESET_TIMEOUT = 10.0  # seconds for requests to free their blocks
@@ -149,12 +149,12 @@ class VLLMAdapter(EngineAdapter):
         """
         return hashlib.sha256(f"{self.version}|{cache_salt or ''}".encode()).hexdigest()
 
-    def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionRun, ...]:
+    def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionSpan, ...]:
         spans = choice.weight_versions or []
         ends = [0, *(span.end for span in spans)]
         if ends[-1] != num_tokens or any(span.start != end or span.end <= end for span, end in zip(spans, ends)):
             raise ProviderError(f"{self.url} returned {num_tokens} tokens whose versions do not add up: {spans}")
-        return tuple(VersionRun(*self._parse_label(span.version), span.end - span.start) for span in spans)
+        return tuple(VersionSpan(*self._parse_label(span.version), span.end - span.start) for span in spans)
 
     def _parse_label(self, label: str) -> PolicyVersion:
         """Return the version that a label names. Outside development mode neither weights nor label can change."""

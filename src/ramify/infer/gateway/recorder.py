@@ -67,7 +67,7 @@ class TraceRecorder:
                 tokens.token_ids,
                 tokens.logprobs,
                 reply_content_span=sampled.content_span,
-                versions=tokens.version_runs,
+                versions=tokens.version_spans,
                 media=prepared.prompt_media,
                 trainable=trainable,
                 prefix_node=_prefix_node(prepared, position),
