@@ -221,9 +221,9 @@ specs = (
     build_spec(Path(folder), "trainer", RUNS_FOREVER, ProcessRole.FOLLOWER),
     build_spec(Path(folder), "orchestrator", code, ProcessRole.LEADER),
 )
-build_plan = api.build_plan
-api.build_plan = lambda *args, **more: dataclasses.replace(build_plan(*args, **more), process_specs=specs)
-api.check_plugin_tables = lambda config: {}
+build_plan = python_api.build_plan
+python_api.build_plan = lambda *args, **more: dataclasses.replace(build_plan(*args, **more), process_specs=specs)
+python_api.check_plugin_tables = lambda config: {}
 sys.exit(main(["rl", *args]))
 """
 

@@ -167,7 +167,7 @@ def test_rae_uses_no_reward_of_the_group_in_its_baseline():
 
 def test_echo_adds_cross_entropy_on_tool_output():
     traces = make_group(1.0, 0.0)
-    node = traces[0].add_node(1, Message("tool", "done"), [7, 8, 9], content_span=(1, 3))
+    node = traces[0].graph.add_node(1, Message("tool", "done"), [7, 8, 9], content_span=(1, 3))
     annotations = plugin.build_plugin("algorithm", {"id": "echo", "role_weights": {"tool": 0.25}}).annotate(traces)
     (echoed,) = [annotation for annotation in annotations if annotation.ce]
     assert (echoed.trace_id, echoed.node, echoed.span, echoed.ce, echoed.rl) == ("t0", node, (1, 3), 0.25, 0.0)

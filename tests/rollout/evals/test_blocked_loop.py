@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ramify.rollout.evals import blocked_loop
 
-watchdog.TIMER_MARGIN = 3.0
+blocked_loop.TIMER_MARGIN = 3.0
 
 
 async def main(watchdog_thread):
@@ -29,7 +29,7 @@ async def main(watchdog_thread):
         await asyncio.sleep(1.0)
 
 
-with watchdog.LoopWatchdog(0.5, "advice") as watchdog_thread:
+with blocked_loop.LoopWatchdog(0.5, "advice") as watchdog_thread:
     asyncio.run(main(watchdog_thread))
 print("ended by itself")
 """
