@@ -174,11 +174,12 @@ def _replicate_end(hanging: Path, local: Path) -> Steps:
 
 
 def _measure_disk(hanging: Path, local: Path) -> Steps:
+    from ramify.launch.machine import describe_machine
     from ramify.launch.memory import estimate_disk
 
-    config = _build_config(local, hanging)
+    config, machine = _build_config(local, hanging), describe_machine()
     yield
-    estimate_disk(config)
+    estimate_disk(config, [machine])
 
 
 def _commit_to_ledger(hanging: Path, local: Path) -> Steps:

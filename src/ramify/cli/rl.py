@@ -51,7 +51,7 @@ def _print_plan(config: RunConfig, *, fresh: bool, accept: bool, assumed_gpus: s
         planned, placement = plan_run(config, nodes, fresh=fresh)
     except ClusterTooSmall as error:
         raise ClusterTooSmall(f"{error.message}\n  {origin}" if origin else error.message) from error
-    lines = format_plan(planned, placement, origin)
+    lines = format_plan(planned, placement, origin, fresh=fresh)
     dry_run(config, config.path, lines, write_files=lambda: write_plan(config, planned, placement))
     return 0
 

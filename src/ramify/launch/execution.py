@@ -27,12 +27,10 @@ from ramify.core.errors import ProviderError, RamifyError, StorageFailed
 from ramify.core.files import write_atomically
 from ramify.core.interactive import AwaitableResult, call_interruptible, run_coroutine
 from ramify.core.watchdog import WATCHDOG, watch_storage
-from ramify.launch.capacity import find_long_path_warning
 from ramify.launch.dashboard import REFRESH_INTERVAL, RunDisplay
 from ramify.launch.head import check_newest_head, prepare_head
 from ramify.launch.launcher import Launcher, ProcessSpec
 from ramify.launch.local_launcher import LocalLauncher
-from ramify.launch.memory import estimate_disk
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.published_weights import hold_weights_directory, save_final_weights
 from ramify.launch.run_directory import mark_finished, prepare_run_directory, replicate_run
@@ -288,9 +286,7 @@ async def _supervise(
         )
         if plan.model is not None and plan.model.experts_note:
             print_line(plan.model.experts_note)
-        disk = estimate_disk(plan.config) if plan.model is not None else None
-        memory_warning = find_long_path_warning(plan.config, plan.placement) if plan.model is not None else None
-        for warning in filter(None, [disk and disk.find_warning(), memory_warning]):
+        for warning in plan.list_warnings():
             print_line(f"warning: {warning}")
 
         async def get_state() -> RunState:

@@ -24,7 +24,8 @@ from ramify.core.files import get_free_bytes
 from ramify.core.names import format_count
 from ramify.core.watchdog import watch_storage
 from ramify.infer.config import EngineConfig, VLLMConfig
-from ramify.launch.machine import GIB, list_visible_gpus, uses_gpu
+from ramify.launch.launcher import ClusterNode
+from ramify.launch.machine import GIB, uses_gpu
 from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, describe_experts
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights_manifest import read_tensor_shapes
@@ -36,6 +37,7 @@ TORCH_BASE_BYTES = 1 << 30  # of a process with torch, without a model
 PROCESS_BASE_BYTES = 150 << 20  # of a process without torch
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4  # per trained parameter
 QUANTIZED_MOMENT_BYTES = 2.0625  # in 8 bits, with their scales
+MUON_MOMENT_BYTES = 4
 MAX_MEMORY_FRACTION = 0.95  # of a device that may be used; estimates include the rest
 STATE_BYTES = 4  # per element of a recurrent layer's state
 LORA_PARAMETER_FRACTION = 0.02  # parameters of adapters, relative to the model
@@ -156,11 +158,12 @@ def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_rank
 
 
 def _count_moment_bytes(config: RunConfig, model: ModelSize, num_trained: float) -> int:
-    """Return the bytes of AdamW's moments; `auto` counts as float32."""
-    if config.trainer.optim.moments != "8bit":
-        return int(num_trained * MOMENT_BYTES)
-    num_float32 = 0 if config.trainer.lora.enabled else model.num_outer_parameters
-    return int(num_float32 * MOMENT_BYTES + (num_trained - num_float32) * QUANTIZED_MOMENT_BYTES)
+    """Return the bytes of the optimizer's moments; `auto` counts as float32. Embeddings and head have AdamW's."""
+    optim = config.trainer.optim
+    inner_bytes = {"8bit": QUANTIZED_MOMENT_BYTES}.get(optim.moments, MOMENT_BYTES)
+    inner_bytes = MUON_MOMENT_BYTES if optim.type == "muon" else inner_bytes
+    num_outer = 0 if config.trainer.lora.enabled else model.num_outer_parameters
+    return int(num_outer * MOMENT_BYTES + (num_trained - num_outer) * inner_bytes)
 
 
 def count_buffer_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
@@ -188,7 +191,6 @@ def get_element_bytes(dtype: str, gpu: bool) -> int:
     return 4 if dtype == "float32" or (dtype == "auto" and not gpu) else 2
 
 
-MOMENT_BYTES_BY_OPTIMIZER = {"adamw": MOMENT_BYTES, "muon": MOMENT_BYTES // 2}  # per trained parameter, at least
 MAX_VERSIONS = 4  # of weights on the disk: served, loaded, waiting, and being written
 RESERVE_BYTES = 8 << 20  # for rollouts, ledger and logs
 
@@ -223,12 +225,10 @@ class DiskEstimate:
             f"{format_size(needed)}, {format_size(self.available)} are available; {advice}"
         )
 
-    def format_lines(self) -> list[str]:
-        """Return the estimate as lines of a plan, with a warning if the disk is too small."""
+    def __str__(self) -> str:
+        """The estimate as a line of a plan."""
         sizes = f"checkpoint {format_size(self.checkpoint)}, published weights {format_size(self.weights)}"
-        warning = self.find_warning()
-        line = f"disk, roughly: {sizes}; {format_size(self.available)} available in {self.directory}"
-        return [line, *([f"warning: {warning}"] if warning else [])]
+        return f"disk, roughly: {sizes}; {format_size(self.available)} available in {self.directory}"
 
     def find_warning(self) -> str | None:
         """Return why the run cannot keep as many checkpoints as it should; None if it can."""
@@ -243,24 +243,26 @@ class DiskEstimate:
         )
 
 
-def estimate_disk(config: RunConfig) -> DiskEstimate | None:
-    """Estimate the disk space of a run; None if the size of its model or the free space is unknown."""
+def estimate_disk(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> DiskEstimate | None:
+    """Estimate the disk space of a run; None if the size of its model or the free space is unknown.
+
+    `fresh` if it starts over, so that what is in its directory stays on the disk under another name.
+    """
     if (model := ModelSize.from_name(config.model.name)) is None:
         return None
     trainer, directory = config.trainer, config.shared_path or config.path
     num_trained = model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
     num_versions = 1 if config.weights.is_in_memory else get_max_versions(config)
-    is_elsewhere = config.shared_path is not None and trainer.device != "cpu"  # the trainer's node may have GPUs
-    gpu = is_elsewhere or uses_gpu(trainer.device, len(list_visible_gpus()))
+    gpu = uses_gpu(trainer.device, sum(node.num_gpus for node in nodes))
     parents = directory.absolute().parents
     # A shared directory that does not exist may be mounted on other machines only; any other directory is created here.
-    available = _measure_available(directory, parents if config.shared_path is None else parents[:1])
+    available = _measure_available(directory, parents if config.shared_path is None else parents[:1], fresh=fresh)
     if available is None:
         return None
     return DiskEstimate(
         directory,
-        checkpoint=max(1, int(num_trained * (MASTER_BYTES + MOMENT_BYTES_BY_OPTIMIZER[trainer.optim.type]))),
-        weights=num_versions * model.num_parameters * get_element_bytes(trainer.dtype, gpu),
+        checkpoint=max(1, int(num_trained * MASTER_BYTES) + _count_moment_bytes(config, model, num_trained)),
+        weights=num_versions * count_weight_bytes(config, model, gpu=gpu),
         num_saves=math.ceil(config.max_steps / config.checkpoint.interval),
         keep_last=config.checkpoint.keep_last,
         available=available,
@@ -273,8 +275,8 @@ def get_max_versions(config: RunConfig) -> int:
     return min(MAX_VERSIONS, config.max_steps + 1)
 
 
-def _measure_available(directory: Path, parents: Sequence[Path]) -> int | None:
-    """Return the free bytes for the run in `directory`: its own checkpoints and weights count as free.
+def _measure_available(directory: Path, parents: Sequence[Path], *, fresh: bool) -> int | None:
+    """Return the free bytes for the run in `directory`. Unless it starts over, its checkpoints and weights are free.
 
     None if neither it nor one of `parents` exists, or the disk cannot be read or does not report its size.
     """
@@ -282,7 +284,7 @@ def _measure_available(directory: Path, parents: Sequence[Path]) -> int | None:
         with watch_storage(directory):
             existing = next((path for path in (directory, *parents) if path.exists()), None)
             free = None if existing is None else get_free_bytes(existing)
-            return None if free is None else free + sum(_iter_file_sizes(directory))
+            return free if free is None or fresh else free + sum(_iter_file_sizes(directory))
     except OSError:
         return None
 

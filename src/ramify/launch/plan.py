@@ -15,6 +15,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ramify.core.config import Config, dump_toml, write_toml
+from ramify.core.errors import ConfigInvalid
 from ramify.core.files import write_atomically
 from ramify.core.names import format_count
 from ramify.env.chat_client import get_model_variable
@@ -30,7 +31,7 @@ from ramify.launch.capacity import find_long_path_warning, list_gpu_notes, place
 from ramify.launch.demands import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
 from ramify.launch.launcher import ClusterNode, PlacementRequest, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
-from ramify.launch.memory import ModelSize
+from ramify.launch.memory import DiskEstimate, ModelSize, estimate_disk
 from ramify.launch.placement import Assignments, ProcessDemand, RunPlacement, place_processes
 from ramify.launch.process_configs import (
     build_env_server_config,
@@ -40,7 +41,7 @@ from ramify.launch.process_configs import (
     build_trainer_config,
 )
 from ramify.launch.published_weights import choose_transport, describe_weights, is_beside_trainer, link_newest_weights
-from ramify.launch.run_checks import describe_step_size, list_disk_notes, list_model_notes, list_start_notes
+from ramify.launch.run_checks import describe_step_size, list_model_notes, list_start_notes
 from ramify.launch.status_line import describe_last_state
 from ramify.orchestrate.address_book import INFERENCE_KEY, MODEL_PREFIX
 from ramify.orchestrate.cluster_config import ClusterConfig
@@ -82,6 +83,10 @@ class LaunchPlan:
         """Write the configuration of the run, and the plan as text, to the run directory."""
         write_plan(self.user_config, self.config, self.placement)
 
+    def list_warnings(self) -> list[str]:
+        """Return what the disk or the memory may be too small for, now."""
+        return _list_warnings(self.config, self.placement, estimate_disk(self.config, self.placement.nodes))
+
 
 def write_plan(user_config: RunConfig, config: RunConfig, placement: RunPlacement) -> None:
     """Write the user's configuration of a run, and the plan of `config` as text, to the run directory."""
@@ -89,25 +94,32 @@ def write_plan(user_config: RunConfig, config: RunConfig, placement: RunPlacemen
     write_atomically(config.path / "plan.txt", "\n".join([*format_plan(config, placement), ""]))
 
 
-def format_plan(config: RunConfig, placement: RunPlacement, origin: str = "") -> list[str]:
-    """Return the plan of a run as lines of text; `origin` says where its nodes come from."""
+def format_plan(config: RunConfig, placement: RunPlacement, origin: str = "", *, fresh: bool = False) -> list[str]:
+    """Return the plan of a run as lines of text; `origin` says where its nodes come from, `fresh` if it starts over."""
     lines = [describe_run(config), describe_step_size(config), *([origin] if origin else []), *placement.format_lines()]
     external = [
         f"{name}: {address} (external, not managed by this run)" for name, address in _list_external_services(config)
     ]
     model = ModelSize.from_name(config.model.name)
+    disk = estimate_disk(config, placement.nodes, fresh=fresh)
     notes = [
         *list_gpu_notes(config, placement.nodes),
-        *list_disk_notes(config),
+        *([] if disk is None else [str(disk)]),
         *list_model_notes(config),
         *list_start_notes(config),
+        *(f"warning: {warning}" for warning in _list_warnings(config, placement, disk)),
     ]
-    if TRAINER in placement.places and (warning := find_long_path_warning(config, placement)):
-        notes.append(f"warning: {warning}")
     if model and model.experts_note:
         notes.append(model.experts_note)
     weights = [line] if model and (line := describe_weights(config, placement, model)) else []
     return [*lines, "", *external, *weights, _describe_memory(config, placement, model), *notes]
+
+
+def _list_warnings(config: RunConfig, placement: RunPlacement, disk: DiskEstimate | None) -> list[str]:
+    """Return what the disk or the memory may be too small for; nothing if the trainer is not started by this plan."""
+    if TRAINER not in placement.places:
+        return []
+    return [*filter(None, [disk and disk.find_warning(), find_long_path_warning(config, placement)])]
 
 
 def _describe_memory(config: RunConfig, placement: RunPlacement, model: ModelSize | None) -> str:
@@ -138,16 +150,19 @@ def build_plan(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool =
 def plan_run(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> tuple[RunConfig, RunPlacement]:
     """Return the configuration with everything decided that depends on the nodes, and the placement.
 
-    Raises what `build_plan` raises.
+    Raises ConfigInvalid if the run is not possible, or if its disk is too small; ClusterTooSmall.
     """
     config = plan_moments(config, nodes, fresh=fresh)
     placement = place_run(config, nodes)
     transport = choose_transport(config, placement)
-    if transport == config.weights.transport:
-        return config, placement
-    weights = config.weights.model_copy(update={"transport": transport})
-    config = config.model_copy(update={"weights": weights})
-    return config, place_run(config, nodes)
+    if transport != config.weights.transport:
+        weights = config.weights.model_copy(update={"transport": transport})
+        config = config.model_copy(update={"weights": weights})
+        placement = place_run(config, nodes)
+    disk = estimate_disk(config, nodes, fresh=fresh)
+    if disk is not None and not disk.is_guessed and (problem := disk.find_problem()):
+        raise ConfigInvalid(problem, key="output")
+    return config, placement
 
 
 def build_orchestrator_plan(config: RunConfig, nodes: Sequence[ClusterNode]) -> LaunchPlan:

@@ -1,4 +1,4 @@
-"""What is checked and noted before a run starts: models, ranks, disk, packages, lengths and runtimes.
+"""What is checked and noted before a run starts: models, ranks, packages, lengths and runtimes.
 
 One error lists all problems, including those in plugin tables. Notes are lines of the plan about what may surprise.
 """
@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound
 from ramify.core.names import format_count
-from ramify.launch.memory import estimate_disk
 from ramify.launch.plugin_check import raise_with_plugin_problems
 from ramify.model.resolve import (
     fetch_model,
@@ -41,8 +40,6 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[Confi
         if not problems:  # a download may take minutes
             problems += _download_models(config)
             problems += _find_rank_problems(config)  # again: only now the files of a downloaded model are here
-    if not problems:  # the size of a model is read from its files
-        problems += _find_disk_problems(config)
     return [*problems, *_find_top_k_problems(config)]
 
 
@@ -96,13 +93,6 @@ def _find_rank_problems(config: RunConfig) -> list[ConfigProblem]:
 
     problems = {key: find_rank_problem(config.model.name, count) for key, count in num_ranks.items() if count}
     return [ConfigProblem(key, problem) for key, problem in problems.items() if problem]
-
-
-def _find_disk_problems(config: RunConfig) -> list[ConfigProblem]:
-    """Return what is wrong with the disk of the run; a model that is not here may be trained on another machine."""
-    estimate = estimate_disk(config)
-    problem = None if estimate is None or estimate.is_guessed else estimate.find_problem()
-    return [ConfigProblem("output", problem)] if problem else []
 
 
 def _find_sink_problems(config: RunConfig) -> list[ConfigProblem]:
@@ -191,12 +181,6 @@ def list_model_notes(config: RunConfig) -> list[str]:
         for key, name, text in list_missing_models(config)
     ]
     return [*unused, *missing]
-
-
-def list_disk_notes(config: RunConfig) -> list[str]:
-    """Return the disk space that the run needs and has, and a warning if it is too little."""
-    disk = estimate_disk(config)
-    return [] if disk is None else disk.format_lines()
 
 
 def list_runtime_notes(config: RunConfig) -> list[str]:
