@@ -2,8 +2,9 @@
 
 A machine is a cluster of one node, so there is one set of rules. All GPUs are used. The trainer gets the fewest ranks
 whose GPUs hold its state, at least one per eight GPUs, and at most half of the GPUs; engines of other models get what
-they need, and the policy's engines the rest. GPUs that are too few for one more engine go to the trainer. On a single
-machine with too few GPUs for one process each, processes share them.
+they need, and the policy's engines the rest. GPUs that are too few for one more engine go to the trainer, and so do all
+that the engines leave if their number is configured. On a single machine with too few GPUs for one process each,
+processes share them.
 
 Without GPUs, engines and ranks share the cores of a machine: oversubscribed threads are slower than fewer threads (on
 two cores, 2 + 2 threads are 2.4 times slower than 1 + 1). Where cores are reserved, each gets a third of a node, so

@@ -234,7 +234,7 @@ class LaunchConfig(Config):
     there are enough GPUs."""
     trainer_gpus: int | None = Field(default=None, ge=1)
     """GPUs of the trainer, with one rank each. Default: the fewest that hold its state, at least one per eight GPUs, at
-    most half of all."""
+    most half of all; if the number of engines is set, all that they leave."""
     inference_gpus: int | None = Field(default=None, ge=1)
     """GPUs of all engines of the policy together. Default: all that the trainer and other models leave."""
     base_port: int = Field(default=0, ge=0, le=60000)

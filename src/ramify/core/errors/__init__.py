@@ -277,9 +277,10 @@ class EnvironmentChanged(ConfigInvalid):
 
 
 class ClusterTooSmall(ConfigInvalid):
-    """The nodes of the cluster do not have the cores, GPUs or memory that the run needs.
+    """This machine or cluster does not have the cores, GPUs or memory that the run needs.
 
-    The message lists what does not fit and what is left: add nodes, or lower the counts of `[cluster]`.
+    The message lists what does not fit, and what is left or which settings would fit: use them, lower the counts of
+    `[cluster]`, or add nodes.
     """
 
 
