@@ -72,6 +72,7 @@ def test_dry_run_prints_the_plan(tmp_path, capsys):
     assert output.err == ""
     files = {path.name for path in (tmp_path / "reverse-text").rglob("*") if path.is_file()}
     assert files == {"config.toml", "plan.txt"}
+    assert output.out.endswith(f"configuration is in {tmp_path}/reverse-text/config.toml, the plan in plan.txt\n")
 
 
 @pytest.mark.usefixtures("check_plugins_in_process")

@@ -38,7 +38,7 @@ def write_toml(config: Config, path: Path) -> None:
 def dry_run(
     config: Config, directory: Path, plan: Sequence[str], *, write_files: Callable[[], None] | None = None
 ) -> None:
-    """Write the resolved configuration, or call `write_files`, and print the plan, as `--dry-run` does.
+    """Write the resolved configuration, or call `write_files`, which also writes the plan, and print the plan.
 
     A directory that already holds a run is not changed.
     """
@@ -51,7 +51,8 @@ def dry_run(
         raise StorageFailed(f"{directory} cannot be written: {error.strerror}") from error
     for line in plan:
         print(line)
-    outcome = f"{directory} holds a run and is unchanged" if has_run else f"the resolved configuration is in {path}"
+    written = f"the resolved configuration is in {path}" + ("" if write_files is None else ", the plan in plan.txt")
+    outcome = f"{directory} holds a run and is unchanged" if has_run else written
     print(f"dry run: nothing was started; {outcome}")
 
 
