@@ -454,7 +454,9 @@ async def test_task_that_the_runtime_does_not_support_is_refused():
 
 async def test_training_requires_tokens_and_default_sampling():
     with pytest.raises(EngineIncompatible):
-        await run_attempt(load_env(Scored), TASK, policy=ChatPolicy("http://nowhere/v1", "m"), id="r", train=True)
+        await run_attempt(
+            load_env(Scored), TASK, policy=ChatPolicy("http://nowhere/v1", "m", retries=0), id="r", train=True
+        )
     with pytest.raises(ConfigInvalid, match="top_p"):
         await run_one(load_env(Scored, sampling={"top_p": 0.9}), [], train=True)
     assert scripted_policy([]).trainable

@@ -60,7 +60,7 @@ async def test_a_conversation_is_recorded_without_tokens_and_counted_from_usage(
 
 
 def test_a_policy_without_tokens_cannot_be_trained_on():
-    policy = ChatPolicy("http://localhost:1/v1", "big-model")
+    policy = ChatPolicy("http://localhost:1/v1", "big-model", retries=0)
     with pytest.raises(EngineIncompatible, match="big-model"):
         RolloutSession(Trace(id="t1"), policy, sampling=SamplingConfig(), limits=RolloutLimits(), is_training=True)
 
@@ -135,7 +135,7 @@ async def test_images_are_sent_to_the_endpoint_and_stored_in_the_trace(open_scen
 
 async def test_a_gateway_can_be_the_endpoint_of_another_session(open_scenario):
     async with open_scenario(["one", "two"]) as scenario:
-        policy = ChatPolicy(scenario.endpoint.base_url, "tiny", scenario.endpoint.api_key)
+        policy = ChatPolicy(scenario.endpoint.base_url, "tiny", scenario.endpoint.api_key, retries=0)
         outer = RolloutSession(Trace(id="o1"), policy, sampling=SamplingConfig(), limits=RolloutLimits())
         reply = await outer.generate(user_request("a"))
         await outer.generate(user_request("b", parent_node=reply.node))

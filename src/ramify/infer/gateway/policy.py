@@ -345,7 +345,7 @@ class ChatPolicy(MessagePolicy):
     """Any OpenAI-compatible chat endpoint. A request is sent again up to `retries` times after a retryable failure."""
 
     def __init__(
-        self, base_url: str, model: str, api_key: str = "", *, retries: int = 3, backoff: float = CHAT_BACKOFF
+        self, base_url: str, model: str, api_key: str = "", *, retries: int, backoff: float = CHAT_BACKOFF
     ) -> None:
         self.name, self._retries, self._backoff = model, retries, backoff
         self._http = HttpClient(base_url.rstrip("/"), connect_timeout=CONNECT_TIMEOUT, max_connections=1024)
