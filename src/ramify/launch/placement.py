@@ -9,6 +9,7 @@ A process that is started again keeps its places if their nodes can be reached. 
 rules, in the room that the other processes leave, whether these run now or not.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,12 +105,13 @@ class FreeNode:
         """Return how many ranks of a demand fit."""
         if demand.allowed_nodes and not {self.node.name, self.node.host} & set(demand.allowed_nodes):
             return 0
-        limits: list[float] = [demand.num_ranks, self.cores // demand.cores]
+        limits = [demand.num_ranks]
+        for free, needed in ((self.cores, demand.cores), (self.memory, demand.memory)):
+            limits += [int(free // needed)] if needed and math.isfinite(free) else []
         limits += [len(self._list_fitting_gpus(demand)) // demand.gpus] if demand.gpus else []
-        limits += [self.memory // demand.memory] if demand.memory else []
         if demand.max_per_node is not None:
             limits.append(demand.max_per_node - self.num_by_role[demand.role])
-        return max(0, int(min(limits)))
+        return max(0, min(limits))
 
     def _list_fitting_gpus(self, demand: ProcessDemand) -> list[FreeGpu]:
         """Return the GPUs that have room for a rank, those with the most memory left first."""
@@ -177,7 +179,7 @@ def _place_process(demand: ProcessDemand, free_nodes: Sequence[FreeNode]) -> tup
 
 
 def _get_server_sort_key(free: FreeNode, demand: ProcessDemand) -> tuple[float, ...]:
-    """Return a key by which the best node for a server sorts first. Nodes without room come last."""
+    """Return a key by which the best node for a server sorts first, whether it has room or not."""
     gpus = free.num_free_gpus if not demand.gpus else -free.num_free_gpus  # leave GPU nodes to those that need them
     return free.num_by_service[demand.service], free.num_by_role[demand.role], gpus, -free.cores
 
