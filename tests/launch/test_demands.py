@@ -121,6 +121,8 @@ def test_configured_numbers_of_gpus_are_used():
         (0, {"launch": {"trainer_gpus": 2}}, r"launch.trainer_gpus: 2 requires a trainer on GPUs; .*num_ranks"),
         (4, {"launch": {"inference_gpus": 3}, **VLLM_2}, r"launch.inference_gpus: expected a multiple of 2"),
         (0, {"launch": {"inference_gpus": 1}}, r"launch.inference_gpus: expected engines on GPUs"),
+        (0, {"trainer": {"device": "cuda"}}, r"trainer.device: the run needs 1 GPU, found 0"),
+        (0, {"inference": {"device": "cuda"}}, r"inference.device: the run needs 1 GPU, found 0"),
         (
             4,
             {"launch": {"trainer_gpus": 2}, "trainer": {"optim": {"moments": "8bit"}}},

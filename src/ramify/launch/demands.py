@@ -153,6 +153,8 @@ class GpuDivision:
         if allows_sharing and self.num_gpus < least:
             key = "launch.gpu_placement" if placement == "split" else "inference.tensor_parallel"
             key = key if self.gpus_per_engine > 1 or placement == "split" else "launch"
+            if not self.num_gpus:  # so a device is set to cuda
+                key = "trainer.device" if self.gpus_per_rank else "inference.device"
             raise ConfigInvalid(f"the run needs {format_count(least, 'GPU')}, found {self.num_gpus}", key=key)
 
     def _choose_counts(self) -> tuple[int, int]:
