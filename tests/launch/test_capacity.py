@@ -51,6 +51,11 @@ def test_a_run_that_needs_too_much_memory_is_refused_with_what_would_fit():
         place_run(build_run("org/Some-700B"), [build_machine(8)])
 
 
+def test_advice_is_not_repeated_with_more_settings_or_gpus():
+    with pytest.raises(ClusterTooSmall, match=r"it would fit with --trainer.pack_tokens 4096$"):
+        place_run(build_run("org/Some-4B"), [build_machine(4, gpu_gib=60)])
+
+
 def test_weights_that_are_handed_over_in_memory_are_counted():
     for num_gpus, element_bytes in ((0, 4), (1, 2)):
         disk, ipc = (

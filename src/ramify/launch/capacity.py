@@ -151,17 +151,23 @@ def find_long_path_warning(config: RunConfig, placement: RunPlacement) -> str | 
 
 def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> str:
     """Return the flags with which the run would fit: on the same nodes, with LoRA, and on a machine with more GPUs."""
-    options = [_find_fitting_settings(config, nodes, find_size, {})]
+    node, options, alternatives = nodes[0], list[Settings](), list[str]()
+
+    def add_option(settings: Settings | None, where: str = "") -> bool:
+        """Add an alternative, and return whether it fits. One that an earlier one is a part of is left out."""
+        if settings is not None and not any(option.items() <= settings.items() for option in options):
+            options.append(settings)
+            flags = " ".join(_format_flag(key, value) for key, value in settings.items())
+            alternatives.append(f"{flags or 'these settings'}{where}")
+        return settings is not None
+
+    add_option(_find_fitting_settings(config, nodes, find_size, {}))
     if not config.trainer.lora.enabled:
-        options.append(_find_fitting_settings(config, nodes, find_size, {"trainer.lora.enabled": True}))
-    alternatives = [" ".join(_format_flag(key, value) for key, value in option.items()) for option in options if option]
-    node = nodes[0]
-    gpu_gib = f"{node.gpu_memory / GIB:g}"
+        add_option(_find_fitting_settings(config, nodes, find_size, {"trainer.lora.enabled": True}))
     for num_gpus in TRIED_GPUS if node.allows_sharing and node.num_gpus else ():
         more = [dataclasses.replace(node, num_gpus=num_gpus)]
-        if num_gpus > node.num_gpus and (settings := _find_fitting_settings(config, more, find_size, {})) is not None:
-            flags = " ".join(_format_flag(key, value) for key, value in settings.items())
-            alternatives.append(f"{flags or 'these settings'} on {num_gpus} GPUs (--assume-gpus {num_gpus}x{gpu_gib})")
+        where = f" on {num_gpus} GPUs (--assume-gpus {num_gpus}x{node.gpu_memory / GIB:g})"
+        if num_gpus > node.num_gpus and add_option(_find_fitting_settings(config, more, find_size, {}), where):
             break
     if not node.num_gpus and config.trainer.device == "auto":
         alternatives.append("GPUs (`--dry-run --assume-gpus 8x80` plans for eight GPUs of 80 GiB each)")
