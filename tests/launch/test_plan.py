@@ -239,6 +239,17 @@ def test_weights_go_to_disk_if_memory_has_no_room_or_another_head_may_need_them(
     assert plan_here(config(tmp_path)).config.weights.transport == "disk"
 
 
+def test_weights_that_a_killed_run_left_in_memory_count_as_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights_directory, "SHM_ROOT", tmp_path)
+    monkeypatch.setattr("ramify.launch.published_weights.get_free_bytes", lambda path: 1 << 20)
+    run = config(tmp_path)
+    left = weights_directory.get_weights_directory(run.path, "shm") / "0-000001"
+    left.mkdir(parents=True)
+    with (left / "model.safetensors").open("wb") as file:
+        file.truncate(32 << 20)
+    assert plan_here(run).config.weights.transport == "shm"
+
+
 def test_weights_in_memory_need_an_engine_on_the_trainers_device(tmp_path):
     ipc, url = {"transport": "ipc"}, {"engine": "external", "base_url": ["http://127.0.0.1:1"]}
     plan_here(config(tmp_path, weights=ipc))

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -284,18 +284,21 @@ def _measure_available(directory: Path, parents: Sequence[Path], *, fresh: bool)
         with watch_storage(directory):
             existing = next((path for path in (directory, *parents) if path.exists()), None)
             free = None if existing is None else get_free_bytes(existing)
-            return free if free is None or fresh else free + sum(_iter_file_sizes(directory))
+            own = [] if fresh else [directory / CHECKPOINTS_DIR, directory / WEIGHTS_DIR]
+            return None if free is None else free + count_file_bytes(*own)
     except OSError:
         return None
 
 
-def _iter_file_sizes(run: Path) -> Iterator[int]:
-    """Yield the sizes of the files of a run's checkpoints and weights, without files that are removed meanwhile."""
-    for name in (CHECKPOINTS_DIR, WEIGHTS_DIR):
-        for parent, _, files in os.walk(run / name):
-            for file in files:
-                with contextlib.suppress(OSError):
-                    yield Path(parent, file).lstat().st_size
+def count_file_bytes(*directories: Path) -> int:
+    """Return the size of all files below the directories, of hard links once, without those removed meanwhile."""
+    sizes: dict[tuple[int, int], int] = {}
+    for parent, _, files in (entry for directory in directories for entry in os.walk(directory)):
+        for file in files:
+            with contextlib.suppress(OSError):
+                status = Path(parent, file).lstat()
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())
 
 
 def format_size(num_bytes: int) -> str:

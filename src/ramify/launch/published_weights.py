@@ -17,7 +17,7 @@ from ramify.infer.config import EngineConfig
 from ramify.launch.capacity import place_run
 from ramify.launch.demands import ENGINE_PREFIX, TRAINER
 from ramify.launch.head import read_local_state
-from ramify.launch.memory import ModelSize, count_weight_bytes, format_size, get_max_versions
+from ramify.launch.memory import ModelSize, count_file_bytes, count_weight_bytes, format_size, get_max_versions
 from ramify.launch.placement import RunPlacement
 from ramify.model.weights_manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.run_config import RunConfig
@@ -60,7 +60,10 @@ def _has_room_in_memory(config: RunConfig, placement: RunPlacement) -> bool:
     if model is None or not is_reachable or config.weights.url is not None or not SHM_ROOT.is_dir():
         return False
     needed = get_max_versions(config) * _count_bytes(config, placement, model)
-    return placement.head.is_assumed or needed <= (get_free_bytes(SHM_ROOT) or 0)
+    free = get_free_bytes(SHM_ROOT) or 0
+    # What a killed start of this run has left there is removed before the trainer starts.
+    own = count_file_bytes(get_weights_directory(config.path, "shm"))
+    return placement.head.is_assumed or needed <= free + own
 
 
 def _fits(config: RunConfig, placement: RunPlacement, transport: str) -> bool:
