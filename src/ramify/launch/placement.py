@@ -55,6 +55,11 @@ class ProcessDemand:
         """The processes that do the same work, such as the env servers of one source: the name without its number."""
         return self.name.rpartition("/")[0] or self.name
 
+    @property
+    def file_stem(self) -> str:
+        """The name of its files, without a suffix: `inference-0` for `inference/0`."""
+        return self.name.replace("/", "-")
+
     def describe(self, gpus: Sequence[int] | None = None) -> str:
         """Return what one rank needs, as text; with the numbers of its `gpus` if they are known."""
         sizes = {"memory": self.memory, "GPU memory per GPU": self.gpu_memory}

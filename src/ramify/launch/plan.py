@@ -222,7 +222,7 @@ class _PlanBuilder:
         spec = ProcessSpec(
             name,
             (),
-            config.path / "logs" / f"{name.replace('/', '-')}.log",
+            config.path / "logs" / f"{demand.file_stem}.log",
             env={**_build_thread_variables(demand.cores), **self._build_lock_variable(name), **self.secret_env},
             ready_timeout=config.launch.startup_timeout,
             num_ranks=demand.num_ranks,
@@ -307,14 +307,14 @@ class _PlanBuilder:
             if isinstance(config.inference, EngineConfig) and not is_beside_trainer(name, self.placement):
                 table["inference"]["copy_from_trainer"] = False
             # With a URL an engine fetches the newest weights when it joins the run.
-            weights = link_newest_weights(config, name.replace("/", "-")) if config.weights.url is None else None
+            weights = link_newest_weights(config, demand.file_stem) if config.weights.url is None else None
             table["model"] = {"name": config.model.name if weights is None else str(weights)}
         table["model"]["name"] = _make_absolute(table["model"]["name"])
         table["server"] |= {"host": slot.host, "port": slot.port, "shutdown_timeout": ATTEMPT_SHUTDOWN_TIMEOUT}
         is_vllm = isinstance(self._get_engine_config(name), VLLMConfig)
         if is_vllm:
             logs = self.config.path / "logs" if self._is_on_head(slot) else slot.directory
-            table["inference"].setdefault("log_file", str(logs.absolute() / f"{name.replace('/', '-')}-vllm.log"))
+            table["inference"].setdefault("log_file", str(logs.absolute() / f"{demand.file_stem}-vllm.log"))
         self.addresses[name] = url
         start = self._build_start("serve", ServeConfig(**table), demand, slot, address=f"{url}/health")
         return replace(start, releases_port=is_vllm)
@@ -361,7 +361,7 @@ class _PlanBuilder:
         arguments: Sequence[str] = (),
     ) -> ProcessStart:
         """Return the start of a command with its configuration in the slot's directory."""
-        file = f"{demand.name.replace('/', '-')}.toml"
+        file = f"{demand.file_stem}.toml"
         return ProcessStart(
             (*RAMIFY_COMMAND, command, "@", str(slot.directory / file), *arguments),
             env or {},
