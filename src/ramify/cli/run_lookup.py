@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 
 from ramify.cli.arguments import format_resume_command
+from ramify.core.config import CONFIG_FILE
 from ramify.core.errors import ConfigInvalid, RamifyError
 from ramify.core.names import find_similar, format_count
 from ramify.core.watchdog import watch_storage
@@ -12,7 +13,6 @@ from ramify.run.store.index import DATABASE_NAME, check_index_file
 from ramify.run.store.ledger import Ledger
 
 OUTPUT_DIR = Path("outputs")
-CONFIG_FILE = "config.toml"
 MAX_LISTED = 8  # runs in a message
 
 

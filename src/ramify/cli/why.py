@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ramify.cli.run_lookup import build_resume_command, find_run
+from ramify.core.config import CONFIG_FILE
 from ramify.core.console import make_console
 from ramify.core.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy
 from ramify.core.names import format_count
@@ -84,7 +85,7 @@ def _print_unanswered(path: Path, observed: ObservedRun, reason: str) -> None:
 def _check_is_rl_run(path: Path) -> None:
     """Refuse runs of `ramify sft` and `ramify eval`: they are a single process and have no ledger."""
     try:
-        keys = tomllib.loads((path / "config.toml").read_text("utf-8"))
+        keys = tomllib.loads((path / CONFIG_FILE).read_text("utf-8"))
     except (OSError, ValueError):  # missing or damaged: the ledger decides
         return
     if "train" not in keys:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from ramify.core.config import Config, dump_toml, write_toml
+from ramify.core.config import CONFIG_FILE, PLAN_FILE, Config, dump_toml, write_toml
 from ramify.core.errors import ConfigInvalid
 from ramify.core.files import write_atomically
 from ramify.core.names import format_count
@@ -90,8 +90,8 @@ class LaunchPlan:
 
 def write_plan(user_config: RunConfig, config: RunConfig, placement: RunPlacement) -> None:
     """Write the user's configuration of a run, and the plan of `config` as text, to the run directory."""
-    write_toml(user_config, config.path / "config.toml")
-    write_atomically(config.path / "plan.txt", "\n".join([*format_plan(config, placement), ""]))
+    write_toml(user_config, config.path / CONFIG_FILE)
+    write_atomically(config.path / PLAN_FILE, "\n".join([*format_plan(config, placement), ""]))
 
 
 def format_plan(config: RunConfig, placement: RunPlacement, origin: str = "", *, fresh: bool = False) -> list[str]:

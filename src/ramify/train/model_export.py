@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
+from ramify.core.config import CONFIG_FILE
 from ramify.core.errors import ConfigInvalid
 from ramify.core.files import create_directory
 from ramify.core.names import suggest
@@ -64,7 +65,7 @@ def export_model(store: RunStore, directory: Path, step: str = "") -> ExportedMo
     run = store.path
     if directory.exists():
         raise ConfigInvalid(f"{directory} already exists: remove it, or choose another directory")
-    name, trainer = read_run_config(run / "config.toml")
+    name, trainer = read_run_config(run / CONFIG_FILE)
     ledger = Ledger.open_readonly(store)
     published, checkpoint_steps = _find_published(run / WEIGHTS_DIR), list_saved_steps(run / CHECKPOINTS_DIR)
     committed = ledger.progress().committed or max(checkpoint_steps, default=0)
@@ -184,7 +185,7 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     ConfigInvalid if the run trains no adapter or the directory exists, CheckpointRefused if the checkpoint is damaged.
     """
     run = store.path
-    model_name, trainer = read_run_config(run / "config.toml")
+    model_name, trainer = read_run_config(run / CONFIG_FILE)
     if not trainer.lora.enabled:
         raise ConfigInvalid(f"{run} has no adapter: it was not trained with [trainer.lora]")
     ledger = Ledger.open_readonly(store)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from ramify.core.bounded_cache import BoundedCache
+from ramify.core.config import CONFIG_FILE
 from ramify.core.errors import ConfigInvalid, DataCorrupt, DeadlineExceeded, RamifyError
 from ramify.rollout.evals.report import compute_scores, summarize_rollouts
 from ramify.run.store import Ledger, RolloutRecord, RunStore
@@ -29,7 +30,6 @@ from ramify.view.rollout_reader import (
 from ramify.view.rollout_view import annotate_all, describe_forest, describe_rollout, format_markdown, read_message_text
 from ramify.view.run_summary import (
     CACHEABLE_STATES,
-    CONFIG_FILE,
     RunFolder,
     describe_run,
     get_model_name,

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
+from ramify.core.config import CONFIG_FILE
 from ramify.core.errors import ConfigInvalid, RamifyError, failure_classes
 from ramify.core.names import suggest
 from ramify.run.reader import RunActivity, has_finished, observe_run
@@ -20,7 +21,6 @@ from ramify.run.store.run_store import LOCK_NAME
 
 # The runs in a folder of outputs, by name.
 
-CONFIG_FILE = "config.toml"
 RUN_CONTENTS = (DATABASE_NAME, CONFIG_FILE, TRACES_DIR)  # a directory with one of these is a run, perhaps a damaged one
 
 

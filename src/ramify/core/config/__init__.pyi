@@ -4,6 +4,8 @@ from .base import RunName as RunName
 from .base import TcpAddress as TcpAddress
 from .base import expand_model_name as expand_model_name
 from .base import get_explicit_values as get_explicit_values
+from .dump import CONFIG_FILE as CONFIG_FILE
+from .dump import PLAN_FILE as PLAN_FILE
 from .dump import dry_run as dry_run
 from .dump import dump_toml as dump_toml
 from .dump import write_toml as write_toml

@@ -19,7 +19,9 @@ from ramify.core.config.schema import KeyPath, format_key, is_dict, is_list
 from ramify.core.errors import ConfigInvalid, StorageFailed
 from ramify.core.files import replace_file, write_and_fsync
 
-DRY_RUN_FILES = {"config.toml", "plan.txt", "configs"}  # all that a dry run writes
+CONFIG_FILE = "config.toml"  # in the directory of a run
+PLAN_FILE = "plan.txt"
+DRY_RUN_FILES = {CONFIG_FILE, PLAN_FILE, "configs"}  # all that a dry run writes
 
 
 def dump_toml(config: Config) -> str:
@@ -42,7 +44,7 @@ def dry_run(
 
     A directory that already holds a run is not changed.
     """
-    path = directory / "config.toml"
+    path = directory / CONFIG_FILE
     try:
         has_run = directory.is_dir() and any(entry.name not in DRY_RUN_FILES for entry in directory.iterdir())
         if not has_run:
@@ -51,7 +53,7 @@ def dry_run(
         raise StorageFailed(f"{directory} cannot be written: {error.strerror}") from error
     for line in plan:
         print(line)
-    written = f"the resolved configuration is in {path}" + ("" if write_files is None else ", the plan in plan.txt")
+    written = f"the resolved configuration is in {path}" + ("" if write_files is None else f", the plan in {PLAN_FILE}")
     outcome = f"{directory} holds a run and is unchanged" if has_run else written
     print(f"dry run: nothing was started; {outcome}")
 

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from ramify.core.config import read_stored_config
+from ramify.core.config import CONFIG_FILE, read_stored_config
 from ramify.core.errors import ConfigInvalid, EnvironmentFault, Failure
 from ramify.env import RolloutContext, Task
 from ramify.rollout import Environment, score_group, score_trace
@@ -27,7 +27,7 @@ class RescoredRollout:
 
 def load_environment(store: RunStore) -> Environment:
     """Return the run's environment, with its current code."""
-    path = store.path / "config.toml"
+    path = store.path / CONFIG_FILE
     if not path.is_file() or "taskset" not in tomllib.loads(path.read_text("utf-8")):
         raise ConfigInvalid(f"{store.path} is not an eval run; replay works on eval runs only")
     return Environment.load(read_stored_config(EvalConfig, path).source)

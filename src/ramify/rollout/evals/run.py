@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ramify.core.config import expand_model_name, get_explicit_values, parse_section, write_toml
+from ramify.core.config import CONFIG_FILE, expand_model_name, get_explicit_values, parse_section, write_toml
 from ramify.core.display import choose_api_display, open_display
 from ramify.core.errors import ProviderError
 from ramify.core.interactive import AwaitableResult, run_coroutine
@@ -185,7 +185,7 @@ async def evaluate_async(
         observed = await _observe_environment(environment, rollouts, config)
         revision = _check_environment(store, observed, display, accept=accept_changes)
         with storage_call(path):
-            write_toml(config, path / "config.toml")
+            write_toml(config, path / CONFIG_FILE)
             if keep_workdirs:
                 (path / WORK_DIR).mkdir(exist_ok=True)
         missing_rollouts = find_missing(rollouts, rows)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ramify.core.config import expand_model_name, get_explicit_values, parse_section, write_toml
+from ramify.core.config import CONFIG_FILE, expand_model_name, get_explicit_values, parse_section, write_toml
 from ramify.core.display import Display, choose_api_display
 from ramify.core.errors import RamifyError, StorageFull
 from ramify.core.interactive import AwaitableResult
@@ -173,7 +173,7 @@ def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | Non
             if ranks.is_first:
                 store = stack.enter_context(open_run(plan.path, plan.identity, fresh=fresh))
                 with storage_call(plan.path):
-                    write_toml(config, plan.path / "config.toml")
+                    write_toml(config, plan.path / CONFIG_FILE)
                 Ledger.open(store)
         stop = stack.enter_context(_stop_on_signal())
         return _SftRun(config, plan, ranks, store, active_display, stop).run()
