@@ -377,11 +377,11 @@ def _build_config(output: Path, shared: Path | None, **more: Any) -> RunConfig:
 
 
 def _build_leased_spec(local: Path) -> ProcessSpec:
-    from ramify.launch.launcher import Placement
+    from ramify.launch.launcher import PlacementRequest
     from ramify.launch.supervised_process import ProcessSpec
     from ramify.run.fencing.lease import LeaseTerms
 
-    return ProcessSpec("engine", ("true",), local / "engine.log", placement=Placement(lease=LeaseTerms(60.0)))
+    return ProcessSpec("engine", ("true",), local / "engine.log", placement=PlacementRequest(lease=LeaseTerms(60.0)))
 
 
 def _supervise(run: Path, local: Path, code: str) -> None:
