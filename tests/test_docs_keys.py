@@ -83,6 +83,7 @@ SECTIONS = {
 }
 OTHER_NAMES = {
     "checkpoint.json",  # a file
+    "orchestrator.json",  # a file
     "runtime.run",  # a method
     "trainer.loss.teacher_tau",  # prime-rl's name of a key, in a table of names
     "orchestrator.teacher_model",

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(autouse=True)
 def environments(tmp_path, monkeypatch):
-    monkeypatch.setenv(interpreter.ENVIRONMENTS_VARIABLE, str(tmp_path / "environments"))
+    monkeypatch.setenv(interpreter.VENVS_VARIABLE, str(tmp_path / "environments"))
     return tmp_path / "environments"
 
 
@@ -39,7 +39,7 @@ def test_path_that_is_no_interpreter_is_refused(tmp_path):
 
 def test_name_of_an_installed_environment_is_found(environments):
     python = make_interpreter(environments / "games")
-    with pytest.raises(ConfigInvalid, match="ramify env install games"):
+    with pytest.raises(ConfigInvalid, match="ramify venv install games"):
         interpreter.find_interpreter("games")  # it is not complete
     (environments / "games" / interpreter.INSTALLED_FILE).write_text(json.dumps({"base": "python", "packages": []}))
     assert interpreter.find_other_interpreter("games") == python

@@ -420,12 +420,12 @@ KubeRay submits the job through Ray's dashboard.
 Keys, the same as for `ramify rl`:""",
         expand="ramify.cli.arguments:expand_cluster_run",
     ),
-    "env": CliCommand(
-        "install packages that a source needs into an environment of their own, or list these",
-        "ramify.cli.env:run",
+    "venv": CliCommand(
+        "make a virtual environment with the packages of a source, or list them",
+        "ramify.cli.venv:run",
         (
-            option("action", choices=("install", "list"), help="make an environment, or list the existing ones"),
-            option("name", metavar="NAME", nargs="?", help="name of the environment, for the key `python` of a source"),
+            option("action", choices=("install", "list"), help="make a virtual environment, or list the existing ones"),
+            option("name", metavar="NAME", nargs="?", help="its name, for the key `python` of a source"),
             option("packages", metavar="PACKAGE", nargs="*", help="packages that pip installs there, besides Ramify"),
             option("--python", help="interpreter to make it with, 3.11 or newer (default: this one)"),
         ),

@@ -1,7 +1,7 @@
 """Interpreters of other virtual environments, for sources whose packages conflict with Ramify's.
 
-A source's `python` is the path of an interpreter, or the name of an environment that `ramify env install` made. The
-core of Ramify must be installed there; it needs no torch.
+A source's `python` is the path of an interpreter, or the name of a virtual environment that `ramify venv install` made.
+The core of Ramify must be installed there; it needs no torch.
 """
 
 import functools
@@ -17,8 +17,8 @@ from typing import NoReturn
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import suggest
 
-ENVIRONMENTS_VARIABLE = "RAMIFY_ENVIRONMENTS"  # the directory of the environments that `ramify env install` makes
-DEFAULT_ENVIRONMENTS_DIR = "~/.local/share/ramify/environments"
+VENVS_VARIABLE = "RAMIFY_VENVS"  # the directory of the virtual environments that `ramify venv install` makes
+DEFAULT_VENVS_DIR = "~/.local/share/ramify/venvs"
 ENGINE_PYTHON_VARIABLE = "RAMIFY_ENGINE_PYTHON"  # what starts engines for a command in another interpreter
 INSTALLED_FILE = "ramify-env.json"  # written last, so an environment without it is not complete
 CHECK_TIMEOUT = 120.0  # seconds for an interpreter to list its packages
@@ -39,14 +39,14 @@ print(json.dumps([sys.version_info[:2], version, [name for name in names if find
 """
 
 
-def get_environments_dir() -> Path:
-    """Return the directory of the environments that `ramify env install` makes."""
-    return Path(os.environ.get(ENVIRONMENTS_VARIABLE, DEFAULT_ENVIRONMENTS_DIR)).expanduser().absolute()
+def get_venvs_dir() -> Path:
+    """Return the directory of the virtual environments that `ramify venv install` makes."""
+    return Path(os.environ.get(VENVS_VARIABLE, DEFAULT_VENVS_DIR)).expanduser().absolute()
 
 
-def list_environments() -> list[str]:
-    """Return the names of the environments that are installed."""
-    return sorted(path.parent.name for path in get_environments_dir().glob(f"*/{INSTALLED_FILE}"))
+def list_venvs() -> list[str]:
+    """Return the names of the virtual environments that are installed."""
+    return sorted(path.parent.name for path in get_venvs_dir().glob(f"*/{INSTALLED_FILE}"))
 
 
 def find_interpreter(python: str) -> Path:
@@ -59,10 +59,10 @@ def find_interpreter(python: str) -> Path:
         if not os.access(path, os.X_OK) or path.is_dir():
             raise ConfigInvalid(f"{path} is not an interpreter; expected a path such as venv/bin/python")
         return path
-    home = get_environments_dir() / python
+    home = get_venvs_dir() / python
     if not (home / INSTALLED_FILE).is_file():
-        hint = suggest(python, list_environments(), f"install it with `ramify env install {python}`, or give a path")
-        raise ConfigInvalid(f"there is no environment {python!r} in {home.parent}; {hint}")
+        hint = suggest(python, list_venvs(), f"install it with `ramify venv install {python}`, or give a path")
+        raise ConfigInvalid(f"there is no virtual environment {python!r} in {home.parent}; {hint}")
     return home / "bin" / "python"
 
 

@@ -43,8 +43,8 @@ class SourceConfig(Config):
     runtime: dict[str, Any] = {"id": "local"}
     """The runtime's `id` and its options."""
     python: str | None = None
-    """The interpreter in which the environment runs: a path, or the name of an environment
-    made by `ramify env install`. Default: this one."""
+    """The interpreter in which the environment runs: a path, or the name of a virtual environment
+    made by `ramify venv install`. Default: this one."""
     sampling: SamplingConfig = SamplingConfig()
     max_turns: int | None = Field(default=None, ge=1)
     """Maximum model calls of one rollout."""

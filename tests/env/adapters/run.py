@@ -1,6 +1,6 @@
 """Run environments of other projects, unmodified, from PyPI: `make test-envs`.
 
-Each project gets a virtual environment of its own, which `ramify env install` makes, because their requirements
+Each project gets a virtual environment of its own, which `ramify venv install` makes, because their requirements
 conflict with each other and with ours. A check evaluates and trains with `tiny` on sources that run in that
 environment. An environment that cannot be installed is a failure, not a skip.
 """
@@ -13,8 +13,8 @@ import time
 import traceback
 from pathlib import Path
 
-from ramify.cli.env import install
-from ramify.processes.interpreter import ENVIRONMENTS_VARIABLE
+from ramify.cli.venv import install
+from ramify.processes.interpreter import VENVS_VARIABLE
 from tests.env.adapters import check_curves
 
 PROJECTS = ("reasoning-gym", "verifiers-v0", "verifiers", "openenv", "textarena")  # each is an extra of Ramify
@@ -32,7 +32,7 @@ def main() -> int:
     names: list[str] = options.names or [*PROJECTS, CURVES]
     if unknown := [name for name in names if name not in (*PROJECTS, CURVES)]:
         flags.error(f"unknown: {', '.join(unknown)}; expected {', '.join(PROJECTS)} or {CURVES}")
-    os.environ[ENVIRONMENTS_VARIABLE] = str(options.folder.resolve())
+    os.environ[VENVS_VARIABLE] = str(options.folder.resolve())
     output = options.output.resolve() / time.strftime("%Y%m%d-%H%M%S")
     failed = [name for name in names if not check(name, options.python, output / name)]
     print(f"{len(names) - len(failed)} of {len(names)} projects pass; runs in {output}")

@@ -21,7 +21,7 @@ def import_package(module: str, package: str, extra: str) -> ModuleType:
         missing = package if error.name == module.partition(".")[0] else f"{error.name}, which {package} imports"
         raise ConfigInvalid(
             f"{sys.prefix} lacks the package {missing}; install it there: {sys.executable} -m pip install "
-            f"'ramify[{extra}]', or run `ramify env install {extra}` and set python = \"{extra}\" in the source"
+            f"'ramify[{extra}]', or run `ramify venv install {extra}` and set python = \"{extra}\" in the source"
         ) from error
 
 

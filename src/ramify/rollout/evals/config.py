@@ -72,8 +72,8 @@ class ValidateConfig(Config):
     runtime: dict[str, Any] = {"id": "local"}
     """The runtime's `id` and its options."""
     python: str | None = None
-    """The interpreter in which the taskset runs: a path, or the name of an environment made by `ramify env install`.
-    Default: this one."""
+    """The interpreter in which the taskset runs: a path, or the name of a virtual environment made by
+    `ramify venv install`. Default: this one."""
     num_tasks: int | None = Field(default=None, ge=1)
     """Number of tasks, from the start of the taskset (-n). Default: all of them, up to 10,000."""
     concurrency: int = Field(default=16, ge=1)

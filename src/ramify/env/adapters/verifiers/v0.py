@@ -143,7 +143,7 @@ def _import_v0() -> Any:
     version = getattr(verifiers, "__version__", "unknown")
     raise ConfigInvalid(
         f"taskset.env: the environment is of v0, which verifiers {version} does not run; expected a version before "
-        "0.4: `ramify env install verifiers-v0`"
+        "0.4: `ramify venv install verifiers-v0`"
     )
 
 

@@ -1,4 +1,4 @@
-"""`ramify env`, and the commands that run a source in another interpreter."""
+"""`ramify venv`, and the commands that run a source in another interpreter."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def python(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(interpreter.ENVIRONMENTS_VARIABLE, str(tmp_path / "environments"))
+    monkeypatch.setenv(interpreter.VENVS_VARIABLE, str(tmp_path / "environments"))
     Path("where.py").write_text(TASKSET)
 
 
@@ -58,22 +58,22 @@ def test_list_names_environments_and_their_packages(tmp_path, capsys):
     home = tmp_path / "environments" / "games"
     home.mkdir(parents=True)
     (home / interpreter.INSTALLED_FILE).write_text(json.dumps({"base": "python", "packages": ["ramify", "chess"]}))
-    assert main(["env", "list"]) == 0
+    assert main(["venv", "list"]) == 0
     assert capsys.readouterr().out == "games  ramify, chess\n"
 
 
 def test_install_keeps_an_environment_that_has_the_packages(tmp_path, capsys, monkeypatch):
-    from ramify.cli import env
+    from ramify.cli import venv
 
     python = make_interpreter(tmp_path / "environments" / "games")
-    wanted = {"base": sys.executable, "packages": [env._get_own_package("games"), "chess"]}
+    wanted = {"base": sys.executable, "packages": [venv._get_own_package("games"), "chess"]}
     (python.parents[1] / interpreter.INSTALLED_FILE).write_text(json.dumps(wanted))
-    assert main(["env", "install", "games", "chess"]) == 0
+    assert main(["venv", "install", "games", "chess"]) == 0
     assert capsys.readouterr().out == f"python = {str(python)!r}\n"
 
 
 def test_install_that_fails_leaves_no_environment(tmp_path, capsys):
-    assert main(["env", "install", "games", "--python", "no-such-python"]) == 1
+    assert main(["venv", "install", "games", "--python", "no-such-python"]) == 1
     assert "no-such-python" in capsys.readouterr().err
-    assert main(["env", "install", "../games"]) == 2
-    assert interpreter.list_environments() == []
+    assert main(["venv", "install", "../games"]) == 2
+    assert interpreter.list_venvs() == []

@@ -1,4 +1,4 @@
-"""`ramify env install NAME` and `ramify env list`: environments for sources that run in an interpreter of their own."""
+"""`ramify venv install NAME` and `ramify venv list`: virtual environments for sources with packages of their own."""
 
 import importlib.metadata
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
-from ramify.processes.interpreter import INSTALLED_FILE, check_interpreter, get_environments_dir, list_environments
+from ramify.processes.interpreter import INSTALLED_FILE, check_interpreter, get_venvs_dir, list_venvs
 
 CREATE_TIMEOUT = 300.0  # seconds to make an empty environment
 INSTALL_TIMEOUT = 3600.0  # seconds for pip
@@ -23,11 +23,11 @@ MAX_OUTPUT_LINES = 20  # of pip, in an error message
 def run(options: Namespace) -> int:
     """Install an environment, or list those that are installed."""
     if options.action == "list":
-        for name in list_environments():
-            print(f"{name}  {', '.join(_read_installed(get_environments_dir() / name)['packages'])}")
+        for name in list_venvs():
+            print(f"{name}  {', '.join(_read_installed(get_venvs_dir() / name)['packages'])}")
         return 0
     if not options.name:
-        raise ConfigInvalid("ramify env install needs the NAME of the environment")
+        raise ConfigInvalid("ramify venv install needs the NAME of the environment")
     print(f"python = {str(install(options.name, options.packages, options.python or sys.executable))!r}")
     return 0
 
@@ -40,7 +40,7 @@ def install(name: str, packages: Sequence[str], base_python: str) -> Path:
     """
     if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise ConfigInvalid(f"{name!r} is not a name of an environment; expected letters, digits, -, _ and .")
-    home = get_environments_dir() / name
+    home = get_venvs_dir() / name
     python, wanted = home / "bin" / "python", {"base": base_python, "packages": [_get_own_package(name), *packages]}
     if (home / INSTALLED_FILE).is_file() and _read_installed(home) == wanted:
         check_interpreter(python)
