@@ -36,6 +36,10 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test downloads a model
 if not os.environ.get("RAMIFY_FULL"):  # the full tests install packages
     os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "support" / "certificate.pem")
 
+# The models of tests are so small that a second thread mostly waits for the first one, in a loop that takes a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 gc.disable()  # until the tests start: modules are not garbage
 
 

@@ -23,6 +23,10 @@ TOLERANCE = 2e-5  # torch rounds 0.999 to float32 before it computes 1 - 0.999, 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() and not IS_INTERPRETED, reason="the kernel runs on a GPU or in the interpreter"
 )
+long_in_the_interpreter = pytest.mark.skipif(
+    IS_INTERPRETED and not os.environ.get("RAMIFY_FULL"),
+    reason="seconds in the interpreter",
+)
 
 
 class OptimizerPair:
@@ -100,8 +104,15 @@ def _named_tensors(masters: MasterWeights, container: OptimizersContainer) -> di
     return tensors
 
 
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
-@pytest.mark.parametrize("packs", [1, 3])
+@pytest.mark.parametrize(
+    ("packs", "moments"),
+    [
+        (1, "float32"),
+        (3, "8bit"),
+        pytest.param(1, "8bit", marks=long_in_the_interpreter),
+        pytest.param(3, "float32", marks=long_in_the_interpreter),
+    ],
+)
 def test_the_fused_step_clips_decays_and_updates_as_torch_does(packs, moments):
     pair = OptimizerPair(moments)
     before = pair.tensors()[1]["unused"].clone()
@@ -114,8 +125,15 @@ def test_the_fused_step_clips_decays_and_updates_as_torch_does(packs, moments):
     assert tensors["odd/step"] == tensors["late/step"] == 5
 
 
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
-@pytest.mark.parametrize("added", [torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    ("added", "moments"),
+    [
+        (torch.inf, "8bit"),
+        (torch.nan, "float32"),
+        pytest.param(torch.inf, "float32", marks=long_in_the_interpreter),
+        pytest.param(torch.nan, "8bit", marks=long_in_the_interpreter),
+    ],
+)
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_not_counted(added, moments):
     pair = OptimizerPair(moments)
     for step in range(2):
