@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from ramify.infer import Engine, EngineConfig, SamplingParams
@@ -60,7 +60,10 @@ class LocalModel:
 
     async def sample_replies(self, prompts: Sequence[RenderedPrompt], sampling: ClientSampling) -> list[ParsedReply]:
         """Return one reply to each prompt, seeded by its index."""
-        samplings = [replace(sampling, seed=index, stop_ids=self._renderer.stop_ids) for index in range(len(prompts))]
+        samplings = [
+            msgspec.structs.replace(sampling, seed=index, stop_ids=self._renderer.stop_ids)
+            for index in range(len(prompts))
+        ]
         done = await _gather_bounded(
             self.generate(prompt.token_ids.tolist(), sampling) for prompt, sampling in zip(prompts, samplings)
         )
