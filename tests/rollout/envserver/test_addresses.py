@@ -69,7 +69,8 @@ async def test_worker_that_boots_does_not_wait_for_servers_that_are_gone(fork_cl
         server.pool.update_addresses(AddressUpdate([new.url], {}))
         await asyncio.wait_for(starting, TIMEOUT)
         try:
-            assert first.id not in server.pool.workers
+            if waits_for_process:  # otherwise it may have been started with the new addresses
+                assert first.id not in server.pool.workers
             assert server.pool.counts["boot_failures"] == 0
         finally:
             await server.close()

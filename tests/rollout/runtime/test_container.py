@@ -22,6 +22,7 @@ from ramify.env.runtime import Capability
 from ramify.rollout.runtime import ContainerRuntime, ContainerRuntimeConfig, container_engine
 from ramify.rollout.runtime.container_engine import ContainerEngine
 from tests.rollout.runtime.conftest import RUNTIMES, open_runtime, run_with_runtime, skip_unless_available
+from tests.support.processes import async_wait_until
 
 ISOLATION = Capability.ISOLATION
 DOCKER_INFO = {
@@ -199,9 +200,13 @@ async def test_cancelled_fetch_of_an_image_leaves_no_process(make_engine, tmp_pa
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(start, 5)
     group = int(pid_file.read_text())
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            assert os.getpgid(process.pid) != group or process.status() == psutil.STATUS_ZOMBIE
+    await async_wait_until(lambda: not any(_is_running_in(group, process) for process in psutil.process_iter()))
+
+
+def _is_running_in(group: int, process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.mark.process
