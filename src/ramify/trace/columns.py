@@ -35,6 +35,7 @@ VERSION_DTYPE = np.dtype(
 )
 MEDIA_DTYPE = np.dtype([("node", "<i4"), ("part", "<i4"), ("media", "<i4"), ("start", "<i4"), ("stop", "<i4")])
 MIN_SPARE_ENTRIES = 64  # of a column that grows: a short trace copies its columns a few times only
+MAX_DOUBLED_ENTRIES = 1024  # a column that grows doubles up to this many new entries
 
 
 class Column:
@@ -60,7 +61,7 @@ class Column:
         start, self.size = self.size, self.size + count
         if self.size > self._capacity:
             # Growing by an eighth wastes little memory, and the total cost of copying stays linear.
-            self._capacity = self.size + max(self.size >> 3, MIN_SPARE_ENTRIES)
+            self._capacity = self.size + max(self.size >> 3, min(self.size, MAX_DOUBLED_ENTRIES), MIN_SPARE_ENTRIES)
             grown = np.empty(self._capacity, self._buffer.dtype)
             grown[:start] = self._buffer[:start]
             self._buffer = grown

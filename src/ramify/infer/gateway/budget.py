@@ -37,13 +37,15 @@ class RolloutBudget:
     def exhausted_limit(self) -> str | None:
         """The name of the limit that allows no further call, or None."""
         limits = self.limits
-        used = {
-            "max_turns": (self.num_turns, limits.max_turns),
-            "max_input_tokens": (self.input_tokens, limits.max_input_tokens),
-            "max_output_tokens": (self.output_tokens, limits.max_output_tokens),
-            "max_total_tokens": (self.input_tokens + self.output_tokens, limits.max_total_tokens),
-        }
-        return next((name for name, (count, limit) in used.items() if limit is not None and count >= limit), None)
+        for name, count, limit in (
+            ("max_turns", self.num_turns, limits.max_turns),
+            ("max_input_tokens", self.input_tokens, limits.max_input_tokens),
+            ("max_output_tokens", self.output_tokens, limits.max_output_tokens),
+            ("max_total_tokens", self.input_tokens + self.output_tokens, limits.max_total_tokens),
+        ):
+            if limit is not None and count >= limit:
+                return name
+        return None
 
     @property
     def remaining_turns(self) -> int | None:

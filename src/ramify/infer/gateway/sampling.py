@@ -61,7 +61,7 @@ def resolve_sampling(
     client's seed is used.
     """
     params: dict[str, Any] = {name: getattr(config, name) for name in SAMPLING_FIELDS}
-    if not is_training:
+    if overrides and not is_training:
         for name, kind in SAMPLING_FIELDS.items():
             value = _check_number(overrides, name, (int, float), 0, INT64_LIMIT, "a number of at least 0")
             if value is not None:

@@ -131,6 +131,7 @@ class HeapTrimmer:
         self.num_trims += 1
 
 
+GC_THRESHOLD = 10_000  # new objects between two collections; Python's 700 are fewer than one rollout makes
 ZMQ_LINGER_MS = 2000  # milliseconds to send pending messages at exit
 FILE_THREADS = 64  # threads that read and write files of runtimes and pages of tasks
 BROKER_GRACE = 86400.0  # seconds; the watcher process, not silence, tells a worker that its broker is gone
@@ -160,6 +161,7 @@ async def _serve(spec: WorkerSpec, report_fd: int) -> None:
         async with contextlib.AsyncExitStack() as stack:
             worker = await _load_worker(spec, stack, stop_event)
             gc.freeze()  # do not scan the loaded environment for garbage
+            gc.set_threshold(GC_THRESHOLD)
             heartbeat = EnvServerConfig.model_validate(spec.config).heartbeat_interval
             settings = WireSettings(heartbeat_interval=heartbeat, session_timeout=BROKER_GRACE)
             server = WireServer(worker.handlers, secret=spec.secret, encrypted=False, settings=settings, name=spec.id)
