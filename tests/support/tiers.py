@@ -16,7 +16,7 @@ import pytest
 TIERS = ("unit", "process", "run")
 MAX_WORKERS = 8  # of `pytest` alone; each worker imports the package and the tests
 RUN_LIMIT = 600.0  # seconds for `pytest` alone
-PROBES = {"find_cgroup_parents", "find_unsupported_reason", "load_c_library"}  # may start a process, once
+PROBES = {"find_cgroup_parents", "find_unsupported_reason", "load_c_library", "from_subprocess"}  # start one, once
 START_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "multiprocessing.spawn"}
 
 
