@@ -5,9 +5,9 @@ import pytest
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.demands import GpuDivision, build_demands
 from ramify.launch.launcher import ClusterNode
-from ramify.launch.memory import ModelSize
 from ramify.launch.placement import ProcessDemand, place_processes
 from ramify.orchestrate.run_config import RunConfig
+from ramify.train.memory import ModelSize
 from tests.support.plans import GIB, build_machine
 
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}

@@ -12,9 +12,9 @@ from transformers.utils.logging import warning_once
 
 from ramify.core.errors import ModelUnsupported, RamifyError, WeightsRefused
 from ramify.infer.request import SamplingParams
-from ramify.launch.memory import ModelSize
 from ramify.model.load import load_config, load_engine_model
 from ramify.model.resolve import resolve_model_path
+from ramify.train.memory import ModelSize
 from tests.support.models import build_core, reference, run, sampled_ids, scores, write_llama, write_random_model
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8}

@@ -290,11 +290,9 @@ def test_weights_are_loaded_in_the_dtype_they_are_stored_in(stored, tmp_path):
 
 
 def test_the_format_of_moments_is_chosen_once():
-    policy = build_policy(CONFIGS["llama"])
-
     def choose(moments: str, saved: str | None = None, ranks: Ranks = SINGLE_RANK) -> str:
         config = TrainerConfig.model_validate({"optim": {"moments": moments}})
-        return choose_moments(policy, config, ranks, saved).format
+        return choose_moments(resolve_model_path("tiny"), config, ranks, saved).format
 
     assert choose("auto") == "float32"
     assert choose("auto", saved="8bit") == "8bit"

@@ -14,10 +14,11 @@ from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.demands import TRAINER, FindSize, build_demands, list_planned_nodes
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import GIB, uses_gpu
-from ramify.launch.memory import ModelSize, estimate_trainer
+from ramify.launch.memory import estimate_trainer
 from ramify.launch.placement import RunPlacement, place_processes
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
+from ramify.train.memory import ModelSize
 
 TRIED_GPUS = (2, 4, 8)  # of a machine, when a run that does not fit looks for one that it does
 SMALL_PACK_TOKENS = 4096
@@ -117,12 +118,13 @@ def plan_moments(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool
         return config
     find_size, compact = cache(ModelSize.from_name), config.trainer.with_moments("8bit")
     moments = None if fresh else find_saved_moments((config.shared_path or config.path) / CHECKPOINTS_DIR)
-    if moments is None and not _fits(config, nodes, find_size):
-        moments = "8bit" if _fits(config.model_copy(update={"trainer": compact}), nodes, find_size) else None
+    if moments is None and not fits(config, nodes, find_size):
+        moments = "8bit" if fits(config.model_copy(update={"trainer": compact}), nodes, find_size) else None
     return config.model_copy(update={"trainer": config.trainer.with_moments(moments or "float32")})
 
 
-def _fits(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> bool:
+def fits(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize = ModelSize.from_name) -> bool:
+    """Return whether a run fits the nodes."""
     try:
         _place(config, nodes, find_size)
     except ConfigInvalid:
@@ -181,19 +183,19 @@ def _find_fitting_settings(
 ) -> Settings | None:
     """Return the settings, and as few others as it takes, with which the run fits on the nodes; None if none do."""
 
-    def fits(settings: Settings) -> bool:
+    def fits_with(settings: Settings) -> bool:
         changed = config
         for key, value in settings.items():
             changed = _with_value(changed, key.split("."), value)
-        return _fits(changed, nodes, find_size)
+        return fits(changed, nodes, find_size)
 
     savings = _list_savings(config)
     fitting = {**settings, **savings}
-    if not fits(fitting):
+    if not fits_with(fitting):
         return None
     for key in savings:
         fewer = {other: value for other, value in fitting.items() if other != key}
-        fitting = fewer if fits(fewer) else fitting
+        fitting = fewer if fits_with(fewer) else fitting
     return fitting
 
 

@@ -20,19 +20,13 @@ from ramify.core.names import format_count, suggest
 from ramify.infer.config import EngineConfig, ExternalServersConfig, VLLMConfig
 from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode
 from ramify.launch.machine import GIB, Device, uses_gpu
-from ramify.launch.memory import (
-    PROCESS_BASE_BYTES,
-    TORCH_BASE_BYTES,
-    ModelSize,
-    count_buffer_bytes,
-    estimate_engine,
-    estimate_trainer,
-)
+from ramify.launch.memory import PROCESS_BASE_BYTES, count_buffer_bytes, estimate_engine, estimate_trainer
 from ramify.launch.placement import ProcessDemand
 from ramify.model.image_support import find_rank_problem, is_vision_model
 from ramify.orchestrate.address_book import MODEL_PREFIX
 from ramify.orchestrate.cluster_config import PlacementConfig
 from ramify.orchestrate.run_config import RunConfig
+from ramify.train.memory import TORCH_BASE_BYTES, ModelSize
 
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 ENGINE_PREFIX, ENV_PREFIX = "inference/", "env/"

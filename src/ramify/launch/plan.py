@@ -31,7 +31,7 @@ from ramify.launch.capacity import find_long_path_warning, list_gpu_notes, place
 from ramify.launch.demands import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
 from ramify.launch.launcher import ClusterNode, PlacementRequest, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
-from ramify.launch.memory import DiskEstimate, ModelSize, estimate_disk
+from ramify.launch.memory import DiskEstimate, estimate_disk
 from ramify.launch.placement import Assignments, ProcessDemand, RunPlacement, place_processes
 from ramify.launch.process_configs import (
     build_env_server_config,
@@ -53,6 +53,7 @@ from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE, PortReservat
 from ramify.rollout.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
 from ramify.run.fencing.lease import LeaseTerms
 from ramify.train.config import TrainerProcessConfig
+from ramify.train.memory import ModelSize
 
 ENGINE_MODULES = ("ramify.cli.serve", "ramify.infer.engine", "ramify.infer.server")
 TRAINER_MODULES = ("ramify.cli.trainer", "ramify.train.remote_batch_source", "ramify.train.training_loop")

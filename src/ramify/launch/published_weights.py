@@ -9,19 +9,20 @@ import shutil
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from ramify.core.errors import ClusterTooSmall, ConfigInvalid, WeightsRefused
+from ramify.core.errors import ConfigInvalid, WeightsRefused
 from ramify.core.files import create_directory, get_free_bytes, remove_directory
 from ramify.core.names import format_count
 from ramify.core.watchdog import watch_storage
 from ramify.infer.config import EngineConfig
-from ramify.launch.capacity import place_run
+from ramify.launch.capacity import fits
 from ramify.launch.demands import ENGINE_PREFIX, TRAINER
 from ramify.launch.head import read_local_state
-from ramify.launch.memory import ModelSize, count_file_bytes, count_weight_bytes, format_size, get_max_versions
+from ramify.launch.memory import count_file_bytes, format_size, get_max_versions
 from ramify.launch.placement import RunPlacement
 from ramify.model.weights_manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.run_config import RunConfig
 from ramify.run.store import storage_call
+from ramify.train.memory import ModelSize, count_weight_bytes
 from ramify.train.weights_directory import SHM_ROOT, get_weights_directory, lock_directory, remove_stale_directories
 
 
@@ -41,7 +42,8 @@ def choose_transport(config: RunConfig, placement: RunPlacement) -> str:
         return with_buffer
     if not beside or not placement.get_demand(TRAINER).gpus:
         return directory
-    return with_buffer if _fits(config, placement, with_buffer) else directory
+    weights = config.weights.model_copy(update={"transport": with_buffer})
+    return with_buffer if fits(config.model_copy(update={"weights": weights}), placement.nodes) else directory
 
 
 def is_beside_trainer(name: str, placement: RunPlacement) -> bool:
@@ -66,18 +68,8 @@ def _has_room_in_memory(config: RunConfig, placement: RunPlacement) -> bool:
     return placement.head.is_assumed or needed <= free + own
 
 
-def _fits(config: RunConfig, placement: RunPlacement, transport: str) -> bool:
-    """Return whether the GPUs have room for the buffer that engines copy from."""
-    weights = config.weights.model_copy(update={"transport": transport})
-    try:
-        place_run(config.model_copy(update={"weights": weights}), placement.nodes)
-    except ClusterTooSmall:
-        return False
-    return True
-
-
 def _count_bytes(config: RunConfig, placement: RunPlacement, model: ModelSize) -> int:
-    return count_weight_bytes(config, model, gpu=placement.get_demand(TRAINER).gpus > 0)
+    return count_weight_bytes(config.trainer, model, gpu=placement.get_demand(TRAINER).gpus > 0)
 
 
 def describe_weights(config: RunConfig, placement: RunPlacement, model: ModelSize) -> str:

@@ -20,13 +20,13 @@ from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, apply_fsdp
 from ramify.train.lora import add_adapters
 from ramify.train.losses import load_loss
+from ramify.train.memory import ModelSize, estimate_rank
 from ramify.train.metrics import MetricSums
 from ramify.train.model_inputs import LoadImage
 from ramify.train.policy_model import PolicyModel, compile_layers, load_policy
 from ramify.train.token_stats import TokenStatsWriter
 from ramify.train.trainer import Trainer
 
-MAX_MEMORY_FRACTION = 0.9  # of the free memory of a GPU, for what a step allocates
 FLAT_DESCRIPTION = "flat: every branch is computed whole"
 
 
@@ -76,7 +76,7 @@ def build_trainer(
         policy.to(load_device)
     if is_cuda if config.compile is None else config.compile:
         compile_layers(policy)
-    moments = choose_moments(policy, config, ranks, find_saved_moments(checkpoints) if checkpoints else None)
+    moments = choose_moments(model_path, config, ranks, find_saved_moments(checkpoints) if checkpoints else None)
     if is_cuda or moments.format != "float32":
         log(f"moments: {moments}")
     if ranks.world_size > 1:
@@ -131,8 +131,10 @@ class MomentsChoice:
         return f"{self.format} ({self.reason})"
 
 
-def choose_moments(policy: PolicyModel, config: TrainerConfig, ranks: Ranks, saved: str | None) -> MomentsChoice:
+def choose_moments(model_path: Path, config: TrainerConfig, ranks: Ranks, saved: str | None) -> MomentsChoice:
     """Choose the format of AdamW's moments; `saved` is the format in the run's checkpoints, if there are any.
+
+    An RL run has chosen it when it was planned. Here it is chosen for a model that is already on the device.
 
     Raises ConfigInvalid if several ranks would have moments in 8 bits.
     """
@@ -145,19 +147,12 @@ def choose_moments(policy: PolicyModel, config: TrainerConfig, ranks: Ranks, sav
         return MomentsChoice(optim.moments, reason)
     if device.type != "cuda" or ranks.world_size > 1 or optim.type != "adamw":
         return MomentsChoice("float32", "the default")
-    needed, free = _estimate_step_bytes(policy, config), torch.cuda.mem_get_info(device)[0]
-    sizes = f"a step takes about {needed / 2**30:.1f} GiB with float32, {free / 2**30:.1f} GiB are free"
-    return MomentsChoice("float32" if needed <= MAX_MEMORY_FRACTION * free else "8bit", sizes)
-
-
-def _estimate_step_bytes(policy: PolicyModel, config: TrainerConfig) -> int:
-    """Estimate what a step allocates beside the loaded weights: remainders, gradients, moments and activations."""
-    num_trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    text_config = policy.model.config.get_text_config()
-    layer_elements = 8 * text_config.hidden_size + 4 * getattr(text_config, "intermediate_size", 0)
-    num_saved_layers = 1 if config.activation_checkpointing else len(policy.layers)
-    saved_elements = num_saved_layers * layer_elements + len(policy.layers) * text_config.hidden_size
-    return num_trained * (2 + 4 + 8) + 2 * config.pack_tokens * saved_elements
+    if (model := ModelSize.from_name(str(model_path))) is None:
+        return MomentsChoice("float32", "the size of the model is unknown")
+    needed = estimate_rank(config, model, gpu=True)
+    available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    sizes = f"training takes about {needed / 2**30:.1f} GiB with float32, {available / 2**30:.1f} GiB are available"
+    return MomentsChoice("float32" if needed <= available else "8bit", sizes)
 
 
 def get_pack_spec(trainer: Trainer) -> PackSpec:
