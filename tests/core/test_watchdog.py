@@ -162,11 +162,12 @@ def test_process_ends_by_name_also_if_its_log_hangs(tmp_path, stderr):
         assert f"StorageFailed: {tmp_path}/orchestrator.json: the storage has not answered" in result.stderr
 
 
-def test_a_check_that_raises_is_removed_and_the_others_are_still_called(failures, capfd):
+def test_a_check_that_raises_is_reported_once_and_the_others_are_still_called(failures, capfd):
     calls = []
-    failures.watchdog.add_check(lambda: 1 / 0)
+    failures.watchdog.add_check(fail := lambda: 1 / 0)
     failures.watchdog.add_check(lambda: calls.append("called"))
     failures.poll(2)
+    failures.watchdog.remove_check(fail)
     assert calls == ["called"] * 2
     assert capfd.readouterr().err.count("division by zero") == 1
 

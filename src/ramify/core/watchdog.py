@@ -74,6 +74,7 @@ class Watchdog:
         self._fail = fail or self._end_with_failure
         self._calls: dict[int, StorageCall] = {}
         self._checks: list[Callable[[], None]] = []
+        self._failed_checks: list[Callable[[], None]] = []  # whose failure was printed
         self._lock = threading.RLock()  # a check may end the process; none runs after it was removed
         self._thread: threading.Thread | None = None
         self.cleanups: list[Callable[[], None]] = []
@@ -119,7 +120,8 @@ class Watchdog:
 
     def reset(self) -> None:
         """Forget what the parent has watched; its thread does not run in a forked process."""
-        self._calls, self._checks, self.cleanups, self.is_ending = {}, [], [], False
+        self._calls, self._checks, self._failed_checks = {}, [], []
+        self.cleanups, self.is_ending = [], False
         self._lock, self._thread = threading.RLock(), None
 
     def poll(self) -> None:
@@ -138,9 +140,10 @@ class Watchdog:
                 try:
                     check()
                 except Exception as error:  # noqa: BLE001 - nothing would be watched without this thread
-                    self._checks.remove(check)
-                    line = f"warning: a check of the watchdog failed and is not repeated: {error!r}"
-                    _call_in_time(partial(print_unlocked, line))
+                    if check not in self._failed_checks:
+                        self._failed_checks.append(check)
+                        line = f"warning: a check of the watchdog failed, and is repeated: {error!r}"
+                        _call_in_time(partial(print_unlocked, line))
 
     def end_process(self, print_message: Callable[[], object], exit_code: int = EXIT_FAILED) -> NoReturn:
         """Print a message and exit at once: threads that hang cannot be ended."""

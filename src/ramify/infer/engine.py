@@ -88,7 +88,7 @@ class RequestStream:
         return RequestOutput(
             token_ids=request.token_ids[prompt_length + start : prompt_length + stop],
             logprobs=request.logprobs[start:stop],
-            version_spans=_version_runs(request.version_starts, start, stop),
+            version_spans=_build_version_spans(request.version_starts, start, stop),
             finish_reason=finish_reason,
             top_logprobs=request.top_logprobs[start:stop],
             prompt_logprobs=request.prompt_logprobs if start == 0 else [],
@@ -371,7 +371,7 @@ def _set_updated(streams: list[RequestStream]) -> None:
         stream.updated.set()
 
 
-def _version_runs(
+def _build_version_spans(
     version_starts: list[tuple[PolicyVersion, int]], start: int, stop: int
 ) -> list[tuple[PolicyVersion, int]]:
     """Return the versions that sampled tokens [start, stop), each with its number of tokens."""

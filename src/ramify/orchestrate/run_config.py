@@ -246,7 +246,7 @@ class LaunchConfig(Config):
     max_restarts: int = Field(default=10, ge=0)
     """Restarts allowed per process and hour."""
     grace_period: float = Field(default=120.0, gt=0)
-    """Seconds to wait for a last checkpoint when the run is stopped."""
+    """Seconds to wait for a last checkpoint of a run that is stopped, or for the last weights of a finished one."""
 
 
 class WandbConfig(Config):

@@ -1,7 +1,7 @@
 """What is known of a run besides its ledger: one typed value, of parts that each have one writer.
 
-    supervisor.json     SupervisorState     the supervisor: where the run can be asked, its processes, their nodes and
-    tokens orchestrator.json   OrchestratorState   the orchestrator: progress, waits, and the metrics of the last step
+    supervisor.json     SupervisorState     the supervisor: the run's address, its processes, their nodes and tokens
+    orchestrator.json   OrchestratorState   the orchestrator: progress, waits, and the metrics of the last step
 
 The orchestrator answers `GET /status` with its part, and writes it every few seconds, because a process that is stopped
 or hangs does not answer, and holds the lock of the database. A file may be old: what counts (committed steps, whether

@@ -82,7 +82,7 @@ class EngineAdapter(ABC):
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
-            version_spans=self._parse_version_runs(choice, len(token_ids)),
+            version_spans=self._parse_version_spans(choice, len(token_ids)),
             finish_reason=parse_finish_reason(choice.finish_reason, self.url),
             usage=build_usage(response, request, len(token_ids)),
             server=self.url,
@@ -159,7 +159,7 @@ class EngineAdapter(ABC):
         """
 
     @abstractmethod
-    def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionSpan, ...]:
+    def _parse_version_spans(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionSpan, ...]:
         """Return which version each sampled token came from. Raises ProviderError if that does not cover all tokens."""
 
     def _build_logprobs_start(self, start: int) -> dict[str, int]:

@@ -108,7 +108,7 @@ class NativeAdapter(EngineAdapter):
     def _build_logprobs_start(self, start: int) -> dict[str, int]:
         return {"logprobs_start": start}
 
-    def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionSpan, ...]:
+    def _parse_version_spans(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionSpan, ...]:
         runs = tuple(VersionSpan(*run) for run in choice.policy_versions or ())
         if sum(run.count for run in runs) != num_tokens:
             raise ProviderError(f"{self.url} returned {num_tokens} tokens whose versions do not add up: {runs}")

@@ -149,7 +149,7 @@ class VLLMAdapter(EngineAdapter):
         """
         return hashlib.sha256(f"{self.version}|{cache_salt or ''}".encode()).hexdigest()
 
-    def _parse_version_runs(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionSpan, ...]:
+    def _parse_version_spans(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionSpan, ...]:
         spans = choice.weight_versions or []
         ends = [0, *(span.end for span in spans)]
         if ends[-1] != num_tokens or any(span.start != end or span.end <= end for span, end in zip(spans, ends)):
