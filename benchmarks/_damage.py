@@ -11,7 +11,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ramify.train.checkpoint_manifest import list_checkpoints
@@ -75,15 +75,26 @@ class Damage:
     path: Path
     copies: dict[Path, bytes]
     """The content of the file before, and of the files that belong to it."""
+    damaged: list[bytes] = field(default_factory=list[bytes])
+    """The content of a segment after it was damaged, unless it was removed."""
 
     def __str__(self) -> str:
         return f"{self.way} of {self.path.name} ({self.target})"
 
     def repair(self) -> None:
-        """Write the files back as they were; what a segment has gained since is kept."""
+        """Write the files back as they were; what a run has written to a segment since is kept.
+
+        A run cuts the end of a segment that was not committed when it was killed, and writes other rollouts there.
+        """
         for path, content in self.copies.items():
-            appended = path.read_bytes()[len(content) :] if self.target == SEGMENT and path.exists() else b""
-            path.write_bytes(content + appended)
+            if not self.damaged or not path.exists():
+                path.write_bytes(content)
+                continue
+            current = bytearray(path.read_bytes())
+            current += content[len(current) :]
+            pairs = zip(current, self.damaged[0])
+            unchanged = next((index for index, (byte, damaged) in enumerate(pairs) if byte != damaged), len(content))
+            path.write_bytes(content[:unchanged] + current[unchanged:])
 
 
 def damage(run: Path, target: str, rng: random.Random) -> Damage | None:
@@ -98,6 +109,8 @@ def damage(run: Path, target: str, rng: random.Random) -> Damage | None:
     before = _dump(together) if target == LEDGER else None
     for _ in range(TRIES):
         way(path, rng)
+        if target == SEGMENT and path.exists():
+            inflicted.damaged[:] = [path.read_bytes()]
         if target != LEDGER or _dump(together) != before:
             return inflicted
         inflicted.repair()  # nobody could notice: the write-ahead log holds a newer copy of the page, or it is free
