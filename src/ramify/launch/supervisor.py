@@ -48,7 +48,6 @@ from ramify.run.reader import get_process_state
 from ramify.run.state import ProcessState, ProcessStatus
 
 MAX_IDENTICAL_CRASHES = 3  # in a row, after which another restart would not help
-POLL_INTERVAL = 0.05  # seconds between two looks at followers that are ending
 ALIVE_STATES = (ProcessState.STARTING, ProcessState.READY, ProcessState.SILENT)
 
 
@@ -141,9 +140,35 @@ class Supervisor:
                 raise
             finally:
                 await cancel_all([*process_tasks, *([self._stop_task] if self._stop_task else [])])
-                await self._stop_all()
-                self._report_unstopped()
-                await self._notify_ended()
+                try:
+                    if self._has_finished:
+                        await self._stop_followers()
+                finally:
+                    await self._stop_all()
+                    self._report_unstopped()
+                    await self._notify_ended()
+
+    @property
+    def _has_finished(self) -> bool:
+        outcome = self._outcome
+        return outcome.done() and outcome.exception() is None and outcome.result() is RunOutcome.FINISHED
+
+    async def _stop_followers(self) -> None:
+        """Let the followers of a finished run end within `grace_period`: the trainer may still write its weights."""
+        alive = [process for process in self._processes.values() if process.state in ALIVE_STATES and process.slots]
+        followers = [process for process in alive if process.spec.role is ProcessRole.FOLLOWER]
+        if not followers:
+            return
+        for process in followers:
+            process.send_signal(signal.SIGTERM)
+        exits = [asyncio.create_task(process.wait_for_exit()) for process in followers]
+        _, late = await asyncio.wait(exits, timeout=min(STOP_TIMEOUT, self.grace_period))
+        if late:
+            self._print_line(f"finished; waiting up to {self.grace_period:g} s for the last weights to be written")
+            _, late = await asyncio.wait(late, timeout=self.grace_period)
+        if late:
+            self._print_line("the newest weights may be older than the last checkpoint, which has them")
+        await cancel_all(exits)
 
     async def _stop_all(self) -> None:
         """Stop all processes. An error is printed and does not replace the outcome of the run."""
@@ -183,33 +208,11 @@ class Supervisor:
                 if spec.role is ProcessRole.FOLLOWER and code == 0:
                     await leader_restarted.wait()
                     continue
-                if spec.role is ProcessRole.LEADER and code == 0:
-                    await self._wait_for_followers()
                 if not self._should_restart(process, code):
                     return
                 await self._wait_before_restart(process, code)
         except Exception as error:  # noqa: BLE001 - a bug here must end the run, not leave a process unsupervised
             self._set_outcome(error)
-
-    async def _wait_for_followers(self) -> None:
-        """Let the followers of a finished run end, within `grace_period`: the trainer may still write its weights."""
-        started, is_announced = time.monotonic(), False
-        for process in self._list_followers():
-            process.send_signal(signal.SIGTERM)
-        while (followers := self._list_followers()) and (seconds := time.monotonic() - started) < self.grace_period:
-            if seconds > STOP_TIMEOUT and not is_announced:
-                names, is_announced = ", ".join(process.spec.name for process in followers), True
-                limit = f"waiting up to {self.grace_period:g} s for {names} to write the last weights"
-                self._print_line(f"all steps are done; {limit}; Ctrl-C ends the run at once")
-            await asyncio.sleep(POLL_INTERVAL)
-        for process in followers:
-            problem = f"{process.spec.name} did not end within {self.grace_period:g} s"
-            self._print_line(f"{problem}: the newest weights may be older than the last checkpoint, which has them")
-
-    def _list_followers(self) -> list[SupervisedProcess]:
-        """Return the followers that run."""
-        alive = [process for process in self._processes.values() if process.state in ALIVE_STATES and process.slots]
-        return [process for process in alive if process.spec.role is ProcessRole.FOLLOWER]
 
     async def _run_once(self, spec: ProcessSpec) -> tuple[int, SupervisedProcess]:
         """Run a process from its start to its exit, and return the exit code."""
