@@ -11,6 +11,7 @@ part of a prompt's prefill, is not a graph: it runs the model's own code. If req
 masks are computed while the GPU runs the step, which is then sampled once more, with the masks.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -90,6 +91,7 @@ class DownloadBuffer:
         return results[:, 0].tolist(), results[:, 1].copy().view(np.float32).tolist()
 
 
+CAPTURE_LOCK = threading.Lock()  # a capture begins by waiting for the device, which breaks another engine's capture
 MAX_GRAPH_ROWS = 1024
 ROW_STEPS = ((8, 1), (128, 8), (256, 32), (512, 64), (MAX_GRAPH_ROWS, 128))  # up to so many rows, rounded up to this
 LOGIT_STEP = 32  # of steps in which not every row has logits
@@ -350,7 +352,8 @@ class CudaModelRunner(ModelRunner):
     def _capture(self, num_rows: int, num_logits: int) -> CapturedGraph:
         """Capture a step; nothing is computed."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # torch's default is shared by all threads
-        with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local")
+        with CAPTURE_LOCK, capture:
             logits = self._forward_and_sample(num_rows, num_logits)
         return CapturedGraph(graph, logits)
 
