@@ -150,8 +150,12 @@ class ModelInputs:
 
 
 def bucket_length(length: int, pack_tokens: int) -> int:
-    """Return the padded length of a compiled row: quarters of `pack_tokens`, and multiples of it for longer paths."""
-    step = pack_tokens if length > pack_tokens else -(-pack_tokens // (4 * BLOCK_SIZE)) * BLOCK_SIZE
+    """Return the padded length of a compiled row: sixteenths of `pack_tokens`, and quarters for longer paths.
+
+    Layers are compiled once for each padded length, which takes seconds.
+    """
+    parts = 4 if length > pack_tokens else 16
+    step = -(-pack_tokens // (parts * BLOCK_SIZE)) * BLOCK_SIZE
     padded_length = -(-length // step) * step
     return padded_length if length > pack_tokens else min(padded_length, pack_tokens)
 
