@@ -54,14 +54,27 @@ def ramify_command(*arguments: str) -> list[str]:
 
 
 def observe_run(
-    home: Path, config: str, name: str, *, is_enough: Callable[[list[float]], bool], stop: bool, timeout: float
+    home: Path,
+    config: str,
+    name: str,
+    *,
+    is_enough: Callable[[list[float]], bool] = lambda _: False,
+    stop: bool = False,
+    timeout: float,
+    output: Path | None = None,
+    flags: Sequence[str] = (),
 ) -> RunObservation:
-    """Run `config` in `home` until it ends or, with `stop`, until `is_enough` returns True for its rewards."""
+    """Run `config` in `home` until it ends or, with `stop`, until `is_enough` returns True for its rewards.
+
+    `output` is the directory of its runs, by default in `home`; `flags` are given to the command besides.
+    """
     (home / f"{name}.toml").write_text(config)
-    log, observation, path = home / f"{name}.log", RunObservation(), home / "outputs" / name
+    log, observation, output = home / f"{name}.log", RunObservation(), output or home / "outputs"
+    path = output / name
     started_at = time.monotonic()
-    with log.open("w") as output:
-        run = subprocess.Popen(ramify_command("rl", "@", f"{name}.toml"), cwd=home, stdout=output, stderr=output)
+    with log.open("w") as log_file:
+        command = ramify_command("rl", "@", f"{name}.toml", "--name", name, "-o", str(output), *flags)
+        run = subprocess.Popen(command, cwd=home, stdout=log_file, stderr=log_file)
         try:
             while run.poll() is None and not (stop and observation.reached_at is not None):
                 if time.monotonic() - started_at > timeout:

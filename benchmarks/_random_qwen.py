@@ -1,8 +1,8 @@
-"""The random model of the GPU benchmarks: Qwen3-0.6B with a smaller vocabulary, 0.48 B parameters, in bfloat16.
+"""The random models of the GPU benchmarks: shapes of Qwen3 with a smaller vocabulary, in bfloat16.
 
-    _random_qwen.py DIRECTORY
+    _random_qwen.py DIRECTORY [SIZE [VOCABULARY]]
 
-Its tokenizer has the 256 bytes, two marks of messages and numbered words, so that every id it samples can be decoded.
+Their tokenizer has the 256 bytes, two marks of messages and numbered words, so that every sampled id can be decoded.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ import sys
 from pathlib import Path
 
 VOCAB = 39_000
+SIZES = {  # name: hidden size, intermediate size, layers, attention heads
+    "0.5b": (1024, 3072, 28, 16),  # 0.48 B with the small vocabulary
+    "4b": (2560, 9728, 36, 32),  # 3.7 B
+    "8b": (4096, 12288, 36, 32),  # 7.1 B
+}
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def write_random_qwen(directory: Path) -> Path:
-    """Write the model, unless it is there."""
+def write_random_qwen(directory: Path, size: str = "0.5b", vocab_size: int = VOCAB) -> Path:
+    """Write the model, unless it is there. It is made on the GPU if there is one."""
     if (directory / "config.json").is_file():
         return directory
     import torch
@@ -27,7 +32,7 @@ def write_random_qwen(directory: Path) -> Path:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     marks = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
-    words = [f"w{number}" for number in range(VOCAB - len(alphabet) - len(marks))]
+    words = [f"w{number}" for number in range(vocab_size - len(alphabet) - len(marks))]
     vocab = {token: index for index, token in enumerate([*marks, *alphabet, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
@@ -37,12 +42,13 @@ def write_random_qwen(directory: Path) -> Path:
     )
     fast.save_pretrained(directory)
     torch.manual_seed(0)
+    hidden_size, intermediate_size, num_layers, num_heads = SIZES[size]
     config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40_960,
@@ -51,9 +57,14 @@ def write_random_qwen(directory: Path) -> Path:
         eos_token_id=0,
         pad_token_id=2,
     )
-    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return directory
 
 
 if __name__ == "__main__":
-    print(write_random_qwen(Path(sys.argv[1])))
+    print(write_random_qwen(Path(sys.argv[1]), *sys.argv[2:3], *map(int, sys.argv[3:4])))

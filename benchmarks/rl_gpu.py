@@ -5,9 +5,9 @@ the examples has the right answer, the others a question mark, so it samples the
 `learn` has to find it by RL: from a reward of at most 0.20 to 0.75 within 40 steps of 8 groups of 16. Texts have 4 to 8
 characters.
 
-The run `speed` measures a whole step of the random model of 0.48 B parameters (`_random_qwen.py`): 8 groups of 16,
-prompts of 368 tokens, 256 new tokens. With `--trl-python` TRL takes the same step, with transformers' `generate`, at
-its best of several micro-batch sizes.
+The run `speed` measures a whole step of a random model (`_random_qwen.py`): 8 groups of 16, prompts of 368 tokens, 256
+new tokens. Its configuration has no setting for memory. With `--trl-python` TRL takes the same step at its best of
+several micro-batch sizes.
 
 The run `tail` has replies whose lengths are log-normal, the 99th percentile 8 times the median: once with
 `max_staleness` 4, once in turns, in which a step waits for its longest reply.
@@ -22,6 +22,7 @@ and shows how far the logprobs of trainer and engine are apart in bfloat16.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import random
@@ -146,6 +147,20 @@ kv_memory_fraction = 0.1
 """
 
 SPEED = """
+max_steps = {steps}
+
+[model]
+name = "{model}"
+
+[trainer.optim]
+lr = 1e-6
+
+[[train]]
+taskset = {{ id = "{taskset}" }}
+sampling = {{ max_tokens = {max_tokens} }}
+"""
+
+TAIL = """
 name = "{name}"
 max_steps = {steps}
 seq_len = {seq_len}
@@ -155,7 +170,7 @@ name = "{model}"
 
 [inference]
 device = "{device}"
-max_running_requests = {running}
+max_running_requests = 640
 max_num_batched_tokens = 8192
 kv_memory_fraction = 0.3
 
@@ -175,13 +190,17 @@ transport = "ipc"
 interval = 1000
 
 [[train]]
-name = "long"
 taskset = {{ id = "{taskset}" }}
 sampling = {{ temperature = 1.0, max_tokens = {max_tokens} }}
 max_turns = 1
 {harness}
 """
-SPEED_STEP, SPEED_MFU, SPEED_OVER_TRL = 1.5, 0.42, 7.0
+SPEED_OVER_TRL = 3.0
+SPEED_TARGETS = {  # size: row, target, whether it is the least
+    "0.5b": {"a step": (0.78, False)},
+    "4b": {"a step": (3.0, False), "MFU of training": (0.50, True)},
+    "8b": {"GPU memory at most": (135.0, False)},
+}
 TAIL_STALENESS, TAIL_SPEEDUP, TAIL_LONGEST = 4, 2.0, 2048
 TRL_MICRO_BATCHES = (16, 32, 64, 128)
 
@@ -353,37 +372,32 @@ def _mismatch_rows(
 
 
 def speed(home: Path, args: Any) -> list[Row]:
-    """Return the seconds of a step of the random model, asynchronous and in turns."""
-    from _random_qwen import write_random_qwen
-
-    model = write_random_qwen(home / "random-qwen")
-    taskset = Path(__file__).with_name("_long_prompts.py")
+    """Return the seconds of a step of a random model, asynchronous and in turns, without a setting for memory."""
+    model = home / f"random-{args.size}-{args.vocabulary}"
+    script, taskset = Path(__file__).with_name("_random_qwen.py"), Path(__file__).with_name("_long_prompts.py")
+    # In a process of its own, so that this one uses no GPU memory during the measurement.
+    subprocess.run([sys.executable, script, model, args.size, str(args.vocabulary)], check=True, timeout=TIMEOUT)
     trl_step = measure_trl(args.trl_python, "grpo", model, TRL_MICRO_BATCHES) if args.trl_python else None
     rows: list[Row] = []
-    for off_policy in (1, 0) if args.staleness is None else (args.staleness,):
-        name = f"speed-{off_policy}"
-        config = SPEED.format(
-            name=name,
-            model=model,
-            device="cuda",
-            steps=args.speed_steps,
-            off_policy=off_policy,
-            taskset=taskset,
-            seq_len=1024,
-            running=256,
-            max_tokens=256,
-            harness="",
+    for max_staleness in (1, 0) if args.staleness is None else (args.staleness,):
+        config = SPEED.format(model=model, steps=args.speed_steps, taskset=taskset, max_tokens=args.max_tokens)
+        flags = ["--orchestrator.max_staleness", str(max_staleness), *args.rl_flags.split()]
+        observe = functools.partial(
+            observe_run, home, config, f"speed-{max_staleness}", timeout=TIMEOUT, output=args.output
         )
         with gpu_load() as load:
-            observation = observe_run(home, config, name, is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
+            observation = observe(flags=flags)
+        resumed = observe(flags=[*flags, "--max-steps", str(args.speed_steps + 1)])  # loads the last checkpoint
+        num_resumed = len(resumed.metrics["train/seconds"]) - len(observation.metrics["train/seconds"])
         step_rows = [*_step_rows(observation), *_gpu_rows(load, observation)]
-        targets = {"a step": (SPEED_STEP, False), "MFU of training": (SPEED_MFU, True)} if off_policy else {}
+        step_rows.append(Row("steps after loading the last checkpoint", float(num_resumed), None, "", 1, at_least=True))
+        targets = SPEED_TARGETS.get(args.size, {}) if max_staleness else {}
         for row in step_rows:
             target, at_least = targets.get(row.name, (None, False))
             reference = trl_step if row.name == "a step" else None
-            name = f"max_staleness {off_policy}: {row.name}"
+            name = f"max_staleness {max_staleness}: {row.name}"
             rows.append(Row(name, row.ours, reference, row.unit, target, at_least=at_least))
-            if off_policy and reference:
+            if max_staleness and reference:
                 rows.append(Row(f"{name}, over TRL", reference / row.ours, None, "x", SPEED_OVER_TRL, at_least=True))
     return rows
 
@@ -398,7 +412,7 @@ def tail(home: Path, args: Any) -> list[Row]:
     rows: list[Row] = []
     for max_staleness in (TAIL_STALENESS, 0):
         name = f"tail-{max_staleness}"
-        config = SPEED.format(
+        config = TAIL.format(
             name=name,
             model=model,
             device=args.device,
@@ -406,11 +420,10 @@ def tail(home: Path, args: Any) -> list[Row]:
             off_policy=max_staleness,
             taskset=here / "_long_prompts.py",
             seq_len=512 + args.tail_longest,
-            running=640,
             max_tokens=args.tail_longest,
             harness=f'harness = {{ id = "{here / "_long_tail.py"}", max_tokens = {args.tail_longest} }}',
         )
-        observation = observe_run(home, config, name, is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
+        observation = observe_run(home, config, name, timeout=TIMEOUT)
         step_rows = _step_rows(observation)
         steps[max_staleness] = step_rows[0].ours
         rows += [Row(f"max_staleness {max_staleness}: {row.name}", row.ours, None, row.unit) for row in step_rows]
@@ -436,7 +449,7 @@ def distil(home: Path, student: Path, args: Any) -> list[Row]:
         name, steps = f"distil-{algorithm}", min(steps, args.steps)
         config = RL.format(name=name, steps=steps, lr=args.distil_lr or DISTIL_LR[algorithm], **settings)
         config += DISTIL.format(algorithm=algorithm, teacher=teacher, device=args.device, taskset_keys=taskset_keys)
-        observation = observe_run(home, config, name, is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
+        observation = observe_run(home, config, name, timeout=TIMEOUT)
         if len(observation.rewards) < steps:
             raise SystemExit(f"{name} trained {len(observation.rewards)} of {steps} steps in {TIMEOUT:g} s")
         rewards = observation.metrics["eval/held-out/avg"]
@@ -486,7 +499,7 @@ def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
         off_policy=0,
         lr=args.lr,
     )
-    observation = observe_run(home, config, "mismatch", is_enough=lambda _: False, stop=False, timeout=TIMEOUT)
+    observation = observe_run(home, config, "mismatch", timeout=TIMEOUT)
     rows = _mismatch_rows(observation, "in turns", target=MISMATCH)
     needed = TOKENS if args.mismatch_steps >= 10 else None
     tokens = Row("tokens sampled and trained in turns", rows[0].ours, None, "", needed, at_least=True)
@@ -502,6 +515,11 @@ def main() -> int:
     )
     flags.add_argument("--staleness", type=int, choices=[0, 1], help="max_staleness of `speed`; both if not given")
     flags.add_argument("--speed-steps", type=int, default=16, help="steps of `speed`")
+    flags.add_argument("--size", choices=list(SPEED_TARGETS), default="0.5b", help="size of the model of `speed`")
+    flags.add_argument("--vocabulary", type=int, default=39_000, help="vocabulary of the model of `speed`")
+    flags.add_argument("--max-tokens", type=int, default=256, help="new tokens of `speed`")
+    flags.add_argument("--output", type=Path, help="output directory of the runs of `speed`, such as one in memory")
+    flags.add_argument("--rl-flags", default="", help="more flags for `ramify rl` of `speed`, such as LoRA's")
     flags.add_argument("--tail-steps", type=int, default=24, help="steps of `tail`")
     flags.add_argument("--tail-longest", type=int, default=TAIL_LONGEST, help="tokens of the longest reply of `tail`")
     flags.add_argument("--home", type=Path, help="keep the runs here; a warm-up that is there is not made again")
@@ -530,7 +548,7 @@ def main() -> int:
         rows: list[Row] = speed(home, args) if args.only in (None, "speed") else []
         rows += tail(home, args) if args.only in (None, "tail") else []
         if args.only in ("speed", "tail"):
-            return finish(f"benchmarks/rl_gpu.py: a random model of 0.48 B on one {_device(args)}", rows, args)
+            return finish(f"benchmarks/rl_gpu.py: a random model of {args.size} on one {_device(args)}", rows, args)
         model, seconds = train_student(home, args)
         rows.append(Row("warm-up by ramify sft", seconds, None, "s"))
         for run in (learn, mismatch, distil):

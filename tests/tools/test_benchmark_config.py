@@ -1,0 +1,26 @@
+"""The benchmark of a step of RL sets nothing but what every user sets."""
+
+import importlib
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+USERS_KEYS = {"max_steps", "model.name", "trainer.optim.lr", "train.taskset.id", "train.sampling.max_tokens"}
+
+
+def _list_keys(value: object, prefix: str = "") -> set[str]:
+    if isinstance(value, list):
+        return set().union(*(_list_keys(item, prefix) for item in value))
+    if isinstance(value, dict):
+        return set().union(*(_list_keys(item, f"{prefix}.{key}" if prefix else key) for key, item in value.items()))
+    return {prefix}
+
+
+def test_speed_is_measured_without_a_setting_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    rl_gpu = importlib.import_module("rl_gpu")
+    config = rl_gpu.SPEED.format(model="m", steps=8, taskset="t", max_tokens=256)
+    assert _list_keys(tomllib.loads(config)) == USERS_KEYS
