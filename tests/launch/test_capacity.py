@@ -97,7 +97,7 @@ def test_moments_continue_as_in_the_checkpoints_unless_the_run_starts_over(tmp_p
 
 def test_8_bits_are_neither_chosen_nor_advised_for_several_ranks(tmp_path):
     settings, nodes = {"launch": {"trainer_gpus": 2}, "output": tmp_path}, [build_machine(4, gpu_gib=34)]
-    compact = build_run("org/Some-4B", trainer={"pack_tokens": 1024, "activation_checkpointing": True}, **settings)
+    compact = build_run("org/Some-4B", trainer={"pack_tokens": 1024, "recompute_layers": 99}, **settings)
     assert plan_moments(compact, nodes).trainer.optim.moments == "float32"
     with pytest.raises(ClusterTooSmall, match=r"it would fit with .*--trainer.lora.enabled true") as caught:
         place_run(build_run("org/Some-4B", **settings), nodes)
@@ -136,8 +136,8 @@ def test_a_dry_run_prints_who_runs_where(run_file, capsys):
         "",
         "node-0 (node-0, head): 2 GPUs of 80 GiB, 8 cores, 16 GiB",
         "  orchestrator: 1 core, 0.3 GiB of memory",
-        "  inference/0: 1 GPU, 2 cores, 1.0 GiB of memory, 1.1 GiB of GPU memory per GPU",
-        "  inference/1: 1 GPU, 2 cores, 1.0 GiB of memory, 1.1 GiB of GPU memory per GPU",
+        "  inference/0: 1 GPU, 2 cores, 1.0 GiB of memory, 1.2 GiB of GPU memory per GPU",
+        "  inference/1: 1 GPU, 2 cores, 1.0 GiB of memory, 1.2 GiB of GPU memory per GPU",
         "  env/train/reverse/1: 2 cores, 0.4 GiB of memory",
         "",
         "node-1 (node-1): 2 GPUs of 80 GiB, 8 cores, 16 GiB",

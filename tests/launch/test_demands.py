@@ -71,7 +71,7 @@ def test_trainer_gets_the_fewest_gpus_that_hold_its_state_and_engines_the_rest()
     assert divide(1) == {"trainer": (0,), "inference/0": (0,)}
     assert divide(2) == {"trainer": (0,), "inference/0": (1,)}
     assert divide(4) == {"trainer": (0,), **{f"inference/{number}": (number + 1,) for number in range(3)}}
-    trainer = {"activation_checkpointing": True}
+    trainer = {"recompute_layers": 99}
     _, (trainer_reason, engine_reason) = build([build_machine(8)], size=LARGE, trainer=trainer)
     assert trainer_reason.startswith("trainer: 2 of 8 GPUs: the fewest that hold its state (") and (
         trainer_reason.endswith("; there are 80.0 GiB)")

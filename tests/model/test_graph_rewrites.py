@@ -215,7 +215,7 @@ def test_graphs_on_a_gpu_are_rewritten_and_cached_by_kernel_sources(
 def test_recomputed_layer_sets_the_triton_allocator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(QWEN3).save_pretrained(tmp_path)
     cpu = torch.device("cpu")
-    policy = load_policy(tmp_path, load_loss("dppo"), device=cpu, activation_checkpointing=True)
+    policy = load_policy(tmp_path, load_loss("dppo"), device=cpu, recompute_layers=1)
     ids = torch.arange(TOKENS)[None]
     output = policy.model.model(input_ids=ids, position_ids=ids, use_cache=False, tree_mask=causal_mask(cpu))
     calls: list[str] = []

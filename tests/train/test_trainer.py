@@ -362,7 +362,7 @@ def test_padded_lengths_are_few():
 
 def test_building_a_trainer_logs_its_layout_and_dtype():
     lines: list[str] = []
-    config = TrainerConfig(threads=1, activation_checkpointing=True)
+    config = TrainerConfig(threads=1, recompute_layers=1)
     trainer = build_trainer(resolve_model_path("tiny"), config, SINGLE_RANK, log=lines.append)
     assert trainer.policy.layout is PackLayout.FOREST
     assert lines == [

@@ -182,7 +182,7 @@ def test_adapters_leave_the_tower_alone(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES if FULL else FAMILIES[:1])
-def test_activation_checkpointing_of_a_bfloat16_model_with_images_runs(family):
+def test_recomputed_layers_of_a_bfloat16_model_with_images_run(family):
     policy = build_vision_policy(family)
     policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     trainer = Trainer(policy, TrainerConfig(), dtype=torch.bfloat16, load_image=load_image(family))

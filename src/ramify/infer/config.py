@@ -1,11 +1,16 @@
 """The config of the engine and its server. Importable without torch."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ramify.core.config import Config
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
+
+DEFAULT_RUNNING_REQUESTS, DEFAULT_BATCHED_TOKENS = (64, 256), (1024, 8192)  # on a CPU, on a GPU
+DEFAULT_KV_FRACTION = 0.4
+AutoCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 
 
 class ModelConfig(Config):
@@ -16,7 +21,7 @@ class ModelConfig(Config):
 
 
 class EngineConfig(Config):
-    """The native engine. The defaults fit a laptop; a GPU takes a larger `max_num_batched_tokens`."""
+    """The native engine. A run on GPUs chooses what is `auto` when it is planned."""
 
     engine: Literal["native"] = "native"
     """The inference engine: `native` or `vllm`; a run may also use running servers (`external`)."""
@@ -28,10 +33,11 @@ class EngineConfig(Config):
     """CPU threads for matrix products and attention; None leaves the choice to torch."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum tokens of prompt and reply together; None is what the model allows and the cache can hold."""
-    max_running_requests: int = Field(default=64, ge=1)
-    """Maximum number of requests that run at the same time; the others wait."""
-    max_num_batched_tokens: int = Field(default=1024, ge=1)
-    """Maximum tokens of one step, decoding and prefill together."""
+    max_running_requests: AutoCount = "auto"
+    """Maximum number of requests that run at the same time; the others wait. `auto`: 64 on a CPU, 256 on a GPU, in a
+    run as many as it has."""
+    max_num_batched_tokens: AutoCount = "auto"
+    """Maximum tokens of one step, decoding and prefill together. `auto`: 1,024 on a CPU, 8,192 on a GPU."""
     max_queued_requests: int = Field(default=1024, ge=1)
     """Maximum number of waiting requests; further requests are rejected."""
     block_size: int = Field(default=16, ge=1)
@@ -39,8 +45,9 @@ class EngineConfig(Config):
     kv_cache_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the KV cache holds. None: as many as `max_running_requests` requests of full length need, limited by
     `kv_memory_fraction`."""
-    kv_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
-    """Fraction of the device's free memory that the KV cache may take."""
+    kv_memory_fraction: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] = "auto"
+    """Fraction of the device's free memory that the KV cache may take. `auto`: 0.4; in a run on GPUs as much as its
+    requests need and the trainer leaves."""
     image_cache_mib: int = Field(default=1024, ge=1)
     """MiB of uploaded images that are kept, and of their features, for a vision-language model."""
     prefix_cache: bool = True
@@ -60,20 +67,34 @@ class EngineConfig(Config):
     copy_from_trainer: bool = True
     """Copy new weights from the trainer's GPU memory. A run turns it off for engines on other GPUs."""
 
-    @property
-    def num_state_snapshots(self) -> int:
-        """The maximum number of snapshots; none without a prefix cache."""
-        if not self.prefix_cache:
-            return 0
-        return 2 * self.max_running_requests if self.state_snapshots is None else self.state_snapshots
+    def get_limits(self, *, gpu: bool) -> "EngineLimits":
+        """Return the limits of an engine on a GPU or a CPU, with values where no plan has chosen them."""
+        running, batched = self.max_running_requests, self.max_num_batched_tokens
+        if running == "auto":
+            running = min(DEFAULT_RUNNING_REQUESTS[gpu], batched if batched != "auto" else DEFAULT_BATCHED_TOKENS[gpu])
+        if batched == "auto":
+            batched = max(DEFAULT_BATCHED_TOKENS[gpu], running)
+        fraction = DEFAULT_KV_FRACTION if self.kv_memory_fraction == "auto" else self.kv_memory_fraction
+        num_snapshots = 2 * running if self.state_snapshots is None else self.state_snapshots
+        return EngineLimits(running, batched, fraction, num_snapshots if self.prefix_cache else 0)
 
     @model_validator(mode="after")
     def _batch_tokens_cover_running_requests(self) -> "EngineConfig":
-        if self.max_num_batched_tokens < self.max_running_requests:
-            values = f"{self.max_num_batched_tokens} < {self.max_running_requests}"
+        running, batched = self.max_running_requests, self.max_num_batched_tokens
+        if running != "auto" and batched != "auto" and batched < running:
             problem = "max_num_batched_tokens must be at least max_running_requests"
-            raise ValueError(f"{problem}, so that every request advances ({values})")
+            raise ValueError(f"{problem}, so that every request advances ({batched} < {running})")
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """The limits of a native engine, none of them `auto`."""
+
+    max_running_requests: int
+    max_num_batched_tokens: int
+    kv_memory_fraction: float
+    num_state_snapshots: int  # of recurrent states, that the prefix cache keeps
 
 
 class VLLMConfig(Config):

@@ -23,7 +23,7 @@ from ramify.core.errors import (
     RequestInvalid,
 )
 from ramify.infer.block_pool import BlockPool, StateSlots
-from ramify.infer.config import EngineConfig
+from ramify.infer.config import EngineConfig, EngineLimits
 from ramify.infer.cuda_runner import CudaModelRunner
 from ramify.infer.grammar import GrammarState
 from ramify.infer.hybrid_runner import HybridModelRunner
@@ -67,7 +67,8 @@ class EngineCore:
     def __init__(self, model: LoadedModel, config: EngineConfig, version: PolicyVersion) -> None:
         self.model, self.config, self.version = model, config, version
         self.counters = EngineCounters()
-        num_blocks, block_size = _num_kv_blocks(model, config), config.block_size
+        limits = config.get_limits(gpu=model.device.type == "cuda")
+        num_blocks, block_size = _num_kv_blocks(model, config, limits), config.block_size
         max_cached_tokens = (num_blocks - 1) * block_size
         if max_cached_tokens < 2:
             problem = f"the cache has room for {max_cached_tokens} tokens, too few for a prompt and a reply"
@@ -77,7 +78,7 @@ class EngineCore:
                     ", or lower inference.max_running_requests or inference.state_snapshots: states take memory too"
                 )
             raise ConfigInvalid(f"{problem}; {advice}")
-        self.runner = _build_runner(model, config, self.counters, num_blocks)
+        self.runner = _build_runner(model, config, limits, self.counters, num_blocks)
         cache_bytes = config.image_cache_mib << 20
         self.uploaded_images = UploadedImages(model.tower, cache_bytes) if model.tower is not None else None
         self.pool = BlockPool(
@@ -85,13 +86,13 @@ class EngineCore:
             block_size,
             self.counters,
             enable_prefix_cache=config.prefix_cache,
-            states=_build_state_slots(self.runner, config, self.counters),
+            states=_build_state_slots(self.runner, limits, self.counters),
         )
         self.scheduler = Scheduler(
             self.pool,
             self.counters,
-            max_running_requests=config.max_running_requests,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_running_requests=limits.max_running_requests,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
         )
         self.scheduler.version = version
         self.max_model_len = min(_max_model_len(model, config), max_cached_tokens)
@@ -373,11 +374,13 @@ class EngineCore:
         }
 
 
-def _build_runner(model: LoadedModel, config: EngineConfig, counters: EngineCounters, num_blocks: int) -> ModelRunner:
+def _build_runner(
+    model: LoadedModel, config: EngineConfig, limits: EngineLimits, counters: EngineCounters, num_blocks: int
+) -> ModelRunner:
     if model.state_specs:
         if config.batch_invariant:
             raise ConfigInvalid("inference.batch_invariant is not supported for models with recurrent layers")
-        num_slots = config.max_running_requests + config.num_state_snapshots
+        num_slots = limits.max_running_requests + limits.num_state_snapshots
         return HybridModelRunner(
             model, counters, num_blocks=num_blocks, block_size=config.block_size, num_slots=num_slots
         )
@@ -389,8 +392,8 @@ def _build_runner(model: LoadedModel, config: EngineConfig, counters: EngineCoun
             counters,
             num_blocks=num_blocks,
             block_size=config.block_size,
-            max_rows=config.max_num_batched_tokens,
-            max_requests=config.max_running_requests,
+            max_rows=limits.max_num_batched_tokens,
+            max_requests=limits.max_running_requests,
             fused=config.fused_ops,
             share_prefixes=config.share_prefixes,
             feature_cache_bytes=feature_cache_bytes,
@@ -401,22 +404,22 @@ def _build_runner(model: LoadedModel, config: EngineConfig, counters: EngineCoun
         num_blocks=num_blocks,
         block_size=config.block_size,
         fused=config.fused_ops,
-        fixed_rows=config.max_num_batched_tokens if config.batch_invariant else None,
+        fixed_rows=limits.max_num_batched_tokens if config.batch_invariant else None,
         feature_cache_bytes=feature_cache_bytes,
     )
 
 
-def _build_state_slots(runner: ModelRunner, config: EngineConfig, counters: EngineCounters) -> StateSlots | None:
+def _build_state_slots(runner: ModelRunner, limits: EngineLimits, counters: EngineCounters) -> StateSlots | None:
     if not isinstance(runner, HybridModelRunner):
         return None
-    return StateSlots(runner.states, config.max_running_requests, config.num_state_snapshots, counters)
+    return StateSlots(runner.states, limits.max_running_requests, limits.num_state_snapshots, counters)
 
 
 def _max_model_len(model: LoadedModel, config: EngineConfig) -> int:
     return min(config.max_model_len or model.shape.max_positions, model.shape.max_positions)
 
 
-def _num_kv_blocks(model: LoadedModel, config: EngineConfig) -> int:
+def _num_kv_blocks(model: LoadedModel, config: EngineConfig, limits: EngineLimits) -> int:
     """Return the number of blocks of the cache, including the reserved one."""
     block_size = config.block_size
     if config.kv_cache_tokens is not None:
@@ -425,7 +428,7 @@ def _num_kv_blocks(model: LoadedModel, config: EngineConfig) -> int:
     bytes_per_token = 2 * len(shape.kv_layers) * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
     on_gpu = model.device.type == "cuda"
     free_bytes = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
-    num_states = config.max_running_requests + config.num_state_snapshots
+    num_states = limits.max_running_requests + limits.num_state_snapshots
     state_bytes = num_states * sum(spec.nbytes for spec in model.state_specs)
-    affordable = max(0, int(free_bytes * config.kv_memory_fraction) - state_bytes) // (bytes_per_token * block_size)
-    return min(affordable, -(-config.max_running_requests * _max_model_len(model, config) // block_size)) + 1
+    affordable = max(0, int(free_bytes * limits.kv_memory_fraction) - state_bytes) // (bytes_per_token * block_size)
+    return min(affordable, -(-limits.max_running_requests * _max_model_len(model, config) // block_size)) + 1

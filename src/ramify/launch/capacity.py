@@ -138,7 +138,7 @@ def find_long_path_warning(config: RunConfig, placement: RunPlacement) -> str | 
     Such a run is not refused, because its paths may all be shorter.
     """
     model, demand = ModelSize.from_name(config.model.name), placement.get_demand(TRAINER)
-    if model is None or config.seq_len <= config.trainer.pack_tokens:
+    if model is None or config.seq_len <= config.trainer.max_pack_tokens:
         return None
     long_packs = _with_value(config, ["trainer", "pack_tokens"], config.seq_len)
     needed = estimate_trainer(long_packs, model, gpu=demand.gpus > 0, num_ranks=demand.num_ranks)
@@ -147,7 +147,7 @@ def find_long_path_warning(config: RunConfig, placement: RunPlacement) -> str | 
     shortages = _list_shortages(dataclasses.replace(placement, demands=demands))
     if not shortages:
         return None
-    advice = "set a smaller seq_len, or trainer.activation_checkpointing = true"
+    advice = "set a smaller seq_len, or more trainer.recompute_layers"
     return f"a path of seq_len = {config.seq_len} tokens, trained in one piece, may not fit: {shortages[0]}; {advice}"
 
 
@@ -203,14 +203,16 @@ def _list_savings(config: RunConfig) -> Settings:
     """Return settings that take less memory than the run's own; the last one costs the least speed."""
     engine_key = {"native": "kv_memory_fraction", "vllm": "gpu_memory_utilization"}.get(config.inference.engine)
     savings: Settings = {}
-    if engine_key and getattr(config.inference, engine_key) > SMALL_CACHE_FRACTION:
+    fraction = getattr(config.inference, engine_key) if engine_key else 0.0
+    if fraction == "auto" or fraction > SMALL_CACHE_FRACTION:
         savings[f"inference.{engine_key}"] = SMALL_CACHE_FRACTION
     num_ranks = config.launch.trainer_gpus or config.cluster.trainer.num_ranks or 1
     if config.trainer.optim.type == "adamw" and config.trainer.optim.moments != "8bit" and num_ranks == 1:
         savings["trainer.optim.moments"] = "8bit"
-    if not config.trainer.activation_checkpointing:
-        savings["trainer.activation_checkpointing"] = True
-    if config.trainer.pack_tokens > SMALL_PACK_TOKENS:
+    model = ModelSize.from_name(config.model.name)
+    if model is not None and config.trainer.num_recomputed_layers < model.num_layers:
+        savings["trainer.recompute_layers"] = model.num_layers
+    if config.trainer.max_pack_tokens > SMALL_PACK_TOKENS:
         savings["trainer.pack_tokens"] = SMALL_PACK_TOKENS
     return savings
 

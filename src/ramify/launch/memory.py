@@ -53,9 +53,10 @@ def estimate_engine(
     if isinstance(inference, VLLMConfig):
         vllm_bytes = int(inference.gpu_memory_utilization * device_memory) if num_gpus else 0
         return max(vllm_bytes, add_margin(weight_bytes + max_len * token_bytes))
-    state_bytes = (inference.max_running_requests + inference.num_state_snapshots) * model.state_elements * STATE_BYTES
-    cache_limit = int(inference.kv_memory_fraction * device_memory) - state_bytes
-    cache_tokens = inference.kv_cache_tokens or max_len * inference.max_running_requests
+    limits = inference.get_limits(gpu=num_gpus > 0)
+    state_bytes = (limits.max_running_requests + limits.num_state_snapshots) * model.state_elements * STATE_BYTES
+    cache_limit = int(limits.kv_memory_fraction * device_memory) - state_bytes
+    cache_tokens = inference.kv_cache_tokens or max_len * limits.max_running_requests
     cache_bytes = max(max_len * token_bytes, min(cache_tokens * token_bytes, cache_limit))
     return add_margin(weight_bytes + state_bytes + cache_bytes)
 

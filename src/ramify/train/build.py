@@ -59,7 +59,7 @@ def build_trainer(
         load_loss(config.loss.id, config.loss.options),
         device=load_device,
         dtype=choice.dtype,
-        activation_checkpointing=config.activation_checkpointing,
+        recompute_layers=config.num_recomputed_layers,
     )
     if policy.tower is not None and ranks.world_size > 1:
         raise ModelUnsupported("a vision-language model is trained by one rank: its tower is not sharded")
@@ -160,7 +160,7 @@ def get_pack_spec(trainer: Trainer) -> PackSpec:
     flops = trainer.flops_model
     return PackSpec(
         layout=trainer.policy.layout,
-        pack_tokens=trainer.config.pack_tokens,
+        pack_tokens=trainer.config.max_pack_tokens,
         flops_per_token=flops.per_token,
         flops_per_pair=flops.per_visible_pair * len(flops.layer_windows),
     )

@@ -12,6 +12,7 @@ from ramify.core.errors import ConfigInvalid
 from ramify.infer.config import ModelConfig
 from ramify.train.weights_directory import get_weights_directory
 
+DEFAULT_PACK_TOKENS = 16384
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -128,12 +129,14 @@ class TrainerConfig(Config):
     """Precision of the computation; master weights are always float32. `auto`: bfloat16 on a GPU, float32 on a CPU."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None is torch's default."""
-    pack_tokens: int = Field(default=16384, ge=128, multiple_of=128)
-    """Tokens per forward and backward pass; larger trees are split."""
+    pack_tokens: Literal["auto"] | Annotated[int, Field(ge=128, multiple_of=128)] = "auto"
+    """Tokens per forward and backward pass; larger trees are split. `auto`: what the GPU's memory allows, up to 16,384;
+    as many on a CPU."""
     compile: bool | None = None
     """Compile the layers; None compiles on a GPU."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: a third more work, a fraction of the memory."""
+    recompute_layers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """The number of layers whose activations the backward pass recomputes: up to a third more work, a fraction of the
+    memory. `auto`: as few as the GPU's memory allows; 0 on a CPU."""
     freeze_vision: bool = False
     """Keep the vision tower of a vision-language model and its projection fixed: engines encode an image only once."""
     record_token_stats: bool = False
@@ -141,6 +144,16 @@ class TrainerConfig(Config):
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
     lora: LoraConfig = LoraConfig(enabled=False)
+
+    @property
+    def max_pack_tokens(self) -> int:
+        """`pack_tokens`, or its default where no plan has chosen it."""
+        return DEFAULT_PACK_TOKENS if self.pack_tokens == "auto" else self.pack_tokens
+
+    @property
+    def num_recomputed_layers(self) -> int:
+        """`recompute_layers`, or 0 where no plan has chosen it."""
+        return 0 if self.recompute_layers == "auto" else self.recompute_layers
 
     def with_moments(self, moments: str) -> "TrainerConfig":
         """Return these settings with another format of AdamW's moments."""

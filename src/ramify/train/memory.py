@@ -122,11 +122,12 @@ def estimate_rank(
     state_bytes = model.num_parameters * element_bytes if has_copy else 0
     state_bytes += int(num_trained * (MASTER_BYTES + GRADIENT_BYTES)) + count_moment_bytes(trainer, model)
     layer_elements = 8 * model.hidden_size + 4 * model.intermediate_size  # that the backward pass needs per token
-    saved_elements = model.num_layers * layer_elements
-    if trainer.activation_checkpointing:
-        saved_elements = model.num_layers * model.hidden_size + layer_elements
+    num_recomputed = min(trainer.num_recomputed_layers, model.num_layers)
+    saved_elements = (model.num_layers - num_recomputed) * layer_elements
+    if num_recomputed:
+        saved_elements += num_recomputed * model.hidden_size + layer_elements
     state_bytes = state_bytes // num_ranks + buffer_bytes
-    return add_margin(TORCH_BASE_BYTES + state_bytes + trainer.pack_tokens * saved_elements * element_bytes)
+    return add_margin(TORCH_BASE_BYTES + state_bytes + trainer.max_pack_tokens * saved_elements * element_bytes)
 
 
 def count_trained(trainer: TrainerConfig, model: ModelSize) -> float:

@@ -168,14 +168,14 @@ def load_policy(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
-    activation_checkpointing: bool = False,
+    recompute_layers: int = 0,
 ) -> PolicyModel:
     """Load a model to train.
 
     `model` is a packaged model, a directory, or a Hugging Face id; `rl_loss` is what `forward` computes for entries of
     the policy gradient; `device` is by default a GPU if there is one; the model computes in `dtype` (weights are
     loaded in bfloat16 only if they are stored in it, so that `MasterWeights` gets them as they are);
-    `activation_checkpointing` saves memory and costs time.
+    the backward pass recomputes the activations of the first `recompute_layers` layers, which saves memory.
 
     Raises ModelUnsupported if the policy does not compute what the model itself does. The check runs on the CPU in
     float32, where every model is loaded first: before sharding, and without kernels that training in another dtype
@@ -190,9 +190,12 @@ def load_policy(
     with _compute_in_float32(policy):
         _check_agreement(policy)
     policy.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if activation_checkpointing:
+    if recompute_layers:
         contexts = {"context_fn": lambda: (nullcontext(), _recompute_context())}
         policy.model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+        layers: Any = policy.layers
+        for layer in layers[recompute_layers:]:
+            layer.gradient_checkpointing = False
     return policy
 
 

@@ -118,7 +118,7 @@ class Trainer:
             layout=policy.layout,
             device=self.device,
             sliding_windows=policy.sliding_windows,
-            padded_length=bucket_length(len(pack), self.config.pack_tokens) if is_cuda else None,
+            padded_length=bucket_length(len(pack), self.config.max_pack_tokens) if is_cuda else None,
             images=images,
         )
 
