@@ -66,7 +66,7 @@ BIN := .venv/bin
 RUN_STAMP := .venv/.installed-run
 DEV_STAMP := .venv/.installed-dev
 RUN_EXTRAS := local,plot,vision
-DEV_EXTRAS := $(RUN_EXTRAS),lora,math,mcp,parquet,prime,renderers,tensorboard,wandb
+DEV_EXTRAS := $(RUN_EXTRAS),math,mcp,parquet,prime,renderers,tensorboard,wandb
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
 # Pytest stores what it compiles, also where the variable forbids it: three workers would compile everything again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q

@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TABLE_HEADING = "## Who may import whom"
 OWN_MODULES = "own modules"  # how the table names the modules directly in a room
-HEAVY_LIBRARIES = {"torch", "transformers", "peft", "triton"}
+HEAVY_LIBRARIES = {"torch", "transformers", "triton"}
 HEAVY_PARTS = {"model", "model.kernels", "train", "train.sft", "infer"}  # the parts that may import them
 
 

@@ -77,7 +77,6 @@ def ended(tmp_path_factory):
     asked = {f"{name} --help": [name, "--help"] for name in COMMANDS} | {"--help": ["--help"]}
     asked |= {f"rl --help {section}": ["rl", "--help", section] for section in ("train", "all")}
     asked |= {f"{name} --dry-run": args for name, args in DRY_RUNS.items()}
-    asked |= {f"{name} with LoRA": [*DRY_RUNS[name], "--trainer.lora.rank", "16"] for name in ("rl", "sft")}
     command = [sys.executable, "-c", SCRIPT, json.dumps(extras()), json.dumps(asked)]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
@@ -114,12 +113,6 @@ def test_help_describes_the_accepted_files(ended, command):
 def test_every_dry_run_works(ended, name):
     code, output = ended[f"{name} --dry-run"]
     assert code == 0, (code, output[-1000:])
-
-
-@pytest.mark.parametrize("name", ["rl", "sft"])
-def test_a_dry_run_with_lora_asks_for_peft(ended, name):
-    code, output = ended[f"{name} with LoRA"]
-    assert code == 2 and "trainer.lora: needs peft: pip install 'ramify[lora]'" in output
 
 
 def test_every_command_with_a_dry_run_is_covered():

@@ -37,7 +37,6 @@ context.set_forkserver_preload(
     [
         "ramify.train.sft.run",
         "ramify.train.training_loop",
-        "peft",
         "pytest",
         "tests.support.training",
         "tests.support.trainer",

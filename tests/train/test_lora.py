@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from ramify.core.errors import ConfigInvalid
 from ramify.model.load import load_engine_model
+from ramify.model.lora import LoraLinear, add_adapters
 from ramify.model.weights import apply_weights, stage_weights
 from ramify.trace import PolicyVersion
 from ramify.trace.forest import START_LOGPROB
@@ -18,6 +20,7 @@ from ramify.train.batch import Batch
 from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.config import TrainerConfig
+from ramify.train.model_export import MasterReader
 from ramify.train.publisher import WeightPublisher
 from tests.support.training import CONFIGS, SINGLE_RANK, VOCAB, build_model, random_batches
 
@@ -53,7 +56,8 @@ def test_only_adapters_are_trained_saved_and_loaded(model, tmp_path):
     for name, value in trainer.policy.named_parameters():
         assert torch.equal(value, before[name]) == (".lora_" not in name), name
     checkpoints = CheckpointManager(tmp_path, SINGLE_RANK)
-    assert b"base_layer" not in (checkpoints.save(trainer, 3) / ".metadata").read_bytes()
+    saved = MasterReader(checkpoints.save(trainer, 3)).names
+    assert saved == {name.removeprefix("model.") for name in names}
     restored = make_trainer(model)
     checkpoints.load(restored, 3)
     batch = random_batches(4)[3]
@@ -90,6 +94,66 @@ def test_published_weights_are_the_base_plus_the_adapters(model, tmp_path):
     for name, value in published_model.state_dict().items():
         assert torch.equal(engine.state_dict()[name], value)
     assert logits.isfinite().all()
+
+
+def test_outputs_and_gradients_equal_those_of_peft():
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    ours, theirs = (build_model(CONFIGS["llama"], "eager") for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    add_adapters(ours, 4, 8, [], seed=3)
+    inject_adapter_in_model(PeftConfig(r=4, lora_alpha=8, target_modules=LINEAR_MAPS), theirs)
+    generator = torch.Generator().manual_seed(0)
+    for (name, value), (peft_name, peft_value) in zip(trained(ours), trained(theirs), strict=True):
+        assert name == peft_name
+        value.data.normal_(0, 0.1, generator=generator)
+        peft_value.data.copy_(value.data)
+    ids = torch.randint(VOCAB, (2, 20), generator=generator)
+    results = [model(ids).logits for model in (ours, theirs)]
+    assert torch.allclose(*results, rtol=1e-4, atol=1e-5)
+    for logits in results:
+        (logits.log_softmax(-1)[..., 7].sum()).backward()
+    for (name, value), (_, peft_value) in zip(trained(ours), trained(theirs), strict=True):
+        assert (value.grad - peft_value.grad).norm() <= 1e-4 * peft_value.grad.norm(), name
+    assert all(value.grad is None for value in ours.parameters() if not value.requires_grad)
+
+
+LINEAR_MAPS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def trained(model):
+    return [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+
+
+def test_the_input_of_a_first_layer_gets_no_gradient():
+    linear = LoraLinear(torch.nn.Linear(8, 6), 2, 4, torch.Generator().manual_seed(0))
+    for needs_gradient in (False, True):
+        rows = torch.randn(5, 8, requires_grad=needs_gradient)
+        with OperatorCalls() as calls:
+            linear(rows).sum().backward()
+        assert calls.count("lora_linear.default") == 1
+        assert calls.count("lora_input_gradient.default") == needs_gradient
+        assert (rows.grad is not None) == needs_gradient
+    assert linear.weight.grad is None and linear.lora_B["default"].weight.grad is not None
+
+
+def test_a_linear_map_with_an_adapter_compiles_to_one_graph():
+    linear = LoraLinear(torch.nn.Linear(8, 6), 2, 4, torch.Generator().manual_seed(0))
+    rows, gradients = torch.randn(1, 5, 8), []
+    for forward in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
+        linear.zero_grad()
+        forward(rows).square().sum().backward()
+        gradients.append([value.grad for value in linear.parameters() if value.requires_grad])
+    assert all(torch.allclose(*pair) for pair in zip(*gradients, strict=True))
+
+
+class OperatorCalls(TorchDispatchMode, list):
+    """The names of the operators that ran in a block."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.append(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def test_an_unknown_target_is_refused(model):

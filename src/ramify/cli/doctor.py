@@ -48,7 +48,6 @@ print(json.dumps({
 
 EXTRA_PURPOSES = {
     "local": "training, and sampling with the native engine, on this machine",
-    "lora": "training LoRA adapters, with peft",
     "math": "the reward math-verify of the taskset dataset",
     "mcp": "tools of MCP servers",
     "openenv": "servers of the taskset openenv on this machine; the taskset itself does not need it",

@@ -33,7 +33,7 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[Confi
 
     A dry run needs no model.
     """
-    problems = [*_find_rank_problems(config), *_find_sink_problems(config), *_find_lora_problems(config)]
+    problems = [*_find_rank_problems(config), *_find_sink_problems(config)]
     problems += _find_weight_problems(config)
     if not dry_run:
         problems += [ConfigProblem(key, text) for key, name, text in list_missing_models(config) if not is_hub_id(name)]
@@ -107,11 +107,6 @@ def _find_sink_problems(config: RunConfig) -> list[ConfigProblem]:
     except ConfigInvalid as error:
         return error.problems
     return []
-
-
-def _find_lora_problems(config: RunConfig) -> list[ConfigProblem]:
-    problem = config.trainer.lora.find_missing_package()
-    return [ConfigProblem("trainer.lora", problem)] if problem else []
 
 
 def _find_top_k_problems(config: RunConfig) -> list[ConfigProblem]:

@@ -16,21 +16,22 @@ class WeightCounts:
     experts: int
     head: int
     expert_share: float  # the share of the experts that processes a token
+    frozen: float  # weights of the layers that process a token and are not trained
 
     @classmethod
     def from_model(cls, model: Any) -> "WeightCounts":
         """Count the weights of a transformers model."""
         config = model.config.get_text_config()
         layers: nn.Module = model.get_decoder().layers
-        matrices = {name: value.numel() for name, value in layers.named_parameters() if value.ndim >= 2}
-        num_expert_weights = sum(size for name, size in matrices.items() if "experts" in name and "shared" not in name)
         counts = read_expert_counts(config.to_dict())
-        return cls(
-            dense=sum(matrices.values()) - num_expert_weights,
-            experts=num_expert_weights,
-            head=config.vocab_size * config.hidden_size,
-            expert_share=counts.active / counts.total if counts else 1.0,
-        )
+        expert_share = counts.active / counts.total if counts else 1.0
+        dense, experts, frozen = 0, 0, 0.0
+        for name, value in layers.named_parameters():
+            is_expert = "experts" in name and "shared" not in name
+            size = value.numel() if value.ndim >= 2 else 0
+            dense, experts = dense + size * (not is_expert), experts + size * is_expert
+            frozen += 0.0 if value.requires_grad else size * (expert_share if is_expert else 1.0)
+        return cls(dense, experts, config.vocab_size * config.hidden_size, expert_share, frozen)
 
     @property
     def active(self) -> float:

@@ -10,6 +10,7 @@ import torch
 from ramify.core.errors import ConfigInvalid, ModelUnsupported
 from ramify.model.experts import describe_experts
 from ramify.model.images import ImageCache, load_image_family
+from ramify.model.lora import add_adapters
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import DtypeChoice, choose_dtype
 from ramify.model.tree_attention import describe_tree_attention
@@ -18,7 +19,6 @@ from ramify.train.batch import PackSpec
 from ramify.train.checkpoint_manifest import find_saved_moments
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, apply_fsdp
-from ramify.train.lora import add_adapters
 from ramify.train.losses import load_loss
 from ramify.train.memory import ModelSize, estimate_rank
 from ramify.train.metrics import MetricSums
@@ -71,9 +71,8 @@ def build_trainer(
     log(f"dtype: {choice}")
     uses_tree_attention = policy.layout is PackLayout.FOREST
     log(f"operators: {describe_tree_attention(ranks.device) if uses_tree_attention else 'from the model'}")
-    if config.lora.enabled:
-        add_adapters(policy.model, config.lora, seed)
-        policy.to(load_device)
+    if (lora := config.lora).enabled:
+        add_adapters(policy.model, lora.rank, lora.alpha, lora.target_modules, seed)
     if is_cuda if config.compile is None else config.compile:
         compile_layers(policy)
     moments = choose_moments(model_path, config, ranks, find_saved_moments(checkpoints) if checkpoints else None)

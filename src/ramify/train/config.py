@@ -1,7 +1,6 @@
 """Configuration of training. Importable without torch."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -103,12 +102,6 @@ class LoraConfig(Config):
     """The adapters' product is scaled by alpha / rank."""
     target_modules: list[str] = []
     """The linear maps that get an adapter, by the last part of their names; empty: all inside the layers."""
-
-    def find_missing_package(self) -> str | None:
-        """Return which package must be installed before adapters can be trained; None if there is nothing to do."""
-        if not self.enabled or find_spec("peft") is not None:
-            return None
-        return "needs peft: pip install 'ramify[lora]'; or train all weights: --trainer.lora.enabled false"
 
 
 class CheckpointConfig(Config):

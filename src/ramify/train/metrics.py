@@ -31,9 +31,9 @@ FLOPS_FORMULA = (
 class FlopsModel:
     """FLOPs of a model, forward and backward: the one formula behind every MFU that is reported.
 
-    Each matrix product counts once: two operations per weight and token in the forward pass, four in the backward pass.
-    The head counts for the pairs that it scores, attention for the visible pairs. Recomputed activations and padding do
-    not count.
+    Each matrix product counts once: two operations per weight and token in the forward pass, four in the backward pass,
+    or two for a weight that is not trained. The head counts for the pairs that it scores, attention for the visible
+    pairs. Recomputed activations and padding do not count.
     """
 
     per_token: float
@@ -51,8 +51,8 @@ class FlopsModel:
         layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
         weights = WeightCounts.from_model(model)
         return cls(
-            per_token=6.0 * weights.active,
-            per_scored_token=6.0 * weights.head,
+            per_token=6.0 * weights.active - 2.0 * weights.frozen,
+            per_scored_token=(6.0 if model.get_output_embeddings().weight.requires_grad else 4.0) * weights.head,
             per_visible_pair=12.0 * heads * head_dim,
             layer_windows=tuple(
                 window if layer_type == "sliding_attention" else 0

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from ramify.core.config import CONFIG_FILE
 from ramify.core.errors import ConfigInvalid
-from ramify.core.files import create_directory
+from ramify.core.files import create_directory, write_and_fsync
 from ramify.core.names import suggest
 from ramify.model.load import load_config, load_hf_model
+from ramify.model.lora import ADAPTER_NAME, get_adapter_names, is_adapter_weight, merge_adapter
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN, fetch_model, is_hub_id, resolve_model_path
 from ramify.model.weights import get_untied_tensors, publish_weights, write_safetensors
 from ramify.model.weights_manifest import MANIFEST_FILE, verify_weights
@@ -38,8 +40,7 @@ from ramify.train.checkpoint_manifest import (
     verify_checkpoint,
 )
 from ramify.train.checkpoint_metadata import MetadataReader
-from ramify.train.config import TrainerConfig
-from ramify.train.lora import ADAPTER_NAME, BASE_LAYER_SUFFIX, build_peft_config, is_adapter_weight, merge_adapter
+from ramify.train.config import LoraConfig, TrainerConfig
 from ramify.train.master_weights import round_to_bfloat16
 from ramify.train.weights_directory import WEIGHTS_DIR
 
@@ -147,9 +148,9 @@ def _build_tensors(checkpoint: Path, base_model: Path, trainer: TrainerConfig, d
     scaling = trainer.lora.alpha / trainer.lora.rank
     tensors: dict[str, Tensor] = {}
     for name, tensor in get_untied_tensors(load_hf_model(base_model, load_config(base_model), dtype, None)).items():
-        stem, matrix = name.removesuffix(".weight"), masters.read(name) if name in masters.names else tensor.detach()
-        if f"{stem}.lora_A.{ADAPTER_NAME}.weight" in adapters:
-            matrix = merge_adapter(f"{stem}{BASE_LAYER_SUFFIX}.weight", matrix, adapters, scaling)
+        matrix = masters.read(name) if name in masters.names else tensor.detach()
+        if get_adapter_names(name)[0] in adapters:
+            matrix = merge_adapter(name, matrix, adapters, scaling)
         elif name in masters.names and dtype == torch.bfloat16:
             matrix = round_to_bfloat16(matrix)
         tensors[name] = matrix.to(dtype)
@@ -174,7 +175,7 @@ class MasterReader:
         return state[key]
 
 
-WEIGHTS_FILE = "adapter_model.safetensors"  # the name peft looks for
+WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"  # the names peft looks for
 _MATRIX_NAME_PATTERN = re.compile(rf"(?P<module>.+)\.(?P<side>lora_[AB])\.{ADAPTER_NAME}\.weight")
 
 
@@ -207,13 +208,21 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     }
     with create_directory(directory) as partial_path:
         write_safetensors(partial_path / WEIGHTS_FILE, tensors)
-        peft_config = build_peft_config(
-            trainer.lora,
-            sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors}),
-            purpose="ramify export --adapter",
-            inference_mode=True,
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=model_name if is_hub_id(model_name) else str(resolve_model_path(model_name)),
-        )
-        peft_config.save_pretrained(str(partial_path))
+        table = build_peft_config(trainer.lora, model_name, list(tensors))
+        write_and_fsync(partial_path / ADAPTER_CONFIG_FILE, json.dumps(table, indent=2).encode())
     return step, directory
+
+
+def build_peft_config(lora: LoraConfig, model_name: str, tensor_names: Sequence[str]) -> dict[str, Any]:
+    """Return what peft and vLLM read from `adapter_config.json` for an adapter with these tensors."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model_name if is_hub_id(model_name) else str(resolve_model_path(model_name)),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensor_names}),
+        "inference_mode": True,
+    }

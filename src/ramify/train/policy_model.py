@@ -20,6 +20,7 @@ from ramify.core.errors import EngineIncompatible, ModelUnsupported, RamifyError
 from ramify.model.graph_rewrites import build_compile_backend
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
+from ramify.model.lora import disable_adapters
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
 from ramify.model.resolve import fetch_model
 from ramify.model.tree_attention import ATTENTION_NAME, BLOCK_SIZE, get_sliding_windows
@@ -29,7 +30,6 @@ from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall,
 from ramify.trace.forest import START_LOGPROB
 from ramify.train.batch import START_REFERENCE_COUNT, pack_forests
 from ramify.train.lm_head import compute_logprobs_with_top_ids
-from ramify.train.lora import disable_adapters
 from ramify.train.losses import Entries, LossFunction, ce, dppo, kl, ref_kl
 from ramify.train.model_inputs import ModelInputs, build_model_inputs
 

@@ -24,6 +24,7 @@ from ramify.core.errors import RamifyError, StorageFailed, StorageFull
 from ramify.core.files import remove_directory
 from ramify.core.watchdog import watch_storage
 from ramify.model import publish_weights
+from ramify.model.lora import is_adapter_weight, merge_adapter
 from ramify.model.remote_weights import remove_uploaded_weights, upload_weights
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN
 from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
@@ -32,7 +33,6 @@ from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.run.store import storage_call, wrap_storage_errors
 from ramify.trace import PolicyVersion
 from ramify.train.distributed import Ranks, gather_full_tensor
-from ramify.train.lora import BASE_LAYER_SUFFIX, is_adapter_weight, merge_adapter
 from ramify.train.trainer import Trainer
 
 _PARTIAL_PATTERN = re.compile(rf"\.({TOKEN_PATTERN})-\d{{6,}}\.")
@@ -217,5 +217,4 @@ def iter_merged_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in get_untied_tensors(trainer.policy.model).items():
             if not is_adapter_weight(name):
                 matrix = gather_full_tensor(tensor.detach())
-                base_name = name.replace(BASE_LAYER_SUFFIX, "")  # the name it had before it got an adapter
-                yield base_name, merge_adapter(name, matrix, adapters, lora.alpha / lora.rank)
+                yield name, merge_adapter(name, matrix, adapters, lora.alpha / lora.rank)

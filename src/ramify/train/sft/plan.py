@@ -76,8 +76,6 @@ class SftPlan:
 
 def build_sft_plan(config: SftConfig) -> SftPlan:
     """Find the model and read the data. Raises ConfigInvalid or ModelNotFound."""
-    if problem := config.trainer.lora.find_missing_package():
-        raise ConfigInvalid(problem, key="trainer.lora")
     model_path, validation_config = resolve_model_path(config.model.name), config.validation
     renderer = load_renderer(model_path, config.renderer)
     conversations = parse_conversations(read_rows(config.data.path, config.data.split), config.data)

@@ -1,0 +1,157 @@
+"""LoRA: a low-rank adapter beside each linear map of the layers, while the map itself stays fixed.
+
+`LoraLinear` takes the place of a linear map and has its weight under the same name, so layers, head, tree attention and
+sharding see the model they know. Names of the adapters' matrices are peft's. The product of the adapter is added to the
+product of the weight in place: a sum of two results would read and write each of them once more. The operators are
+opaque to the compiler, which would make that sum of it again.
+"""
+
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from ramify.core.errors import ConfigInvalid
+
+ADAPTER_NAME = "default"
+
+
+@torch.library.custom_op("ramify::lora_linear", mutates_args=())
+def lora_linear(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output of a linear map with its adapter, and `rows` times `down`, for the backward pass.
+
+    `rows` is [rows, in], `weight` [out, in], `down` [rank, in] and `up` [out, rank].
+    """
+    low_rank = torch.mm(rows, down.t())
+    return F.linear(rows, weight, bias).addmm_(low_rank, up.t(), alpha=scaling), low_rank
+
+
+@torch.library.custom_op("ramify::lora_input_gradient", mutates_args=())
+def lora_input_gradient(gradient: Tensor, weight: Tensor, low_rank_gradient: Tensor, down: Tensor) -> Tensor:
+    """Return the gradient of the rows, from the gradients of the output and of the rows times `down`."""
+    return torch.mm(gradient, weight).addmm_(low_rank_gradient, down)
+
+
+@lora_linear.register_fake
+def _(rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float) -> Any:
+    return rows.new_empty(len(rows), len(up)), rows.new_empty(len(rows), len(down))
+
+
+@lora_input_gradient.register_fake
+def _(gradient: Tensor, weight: Tensor, low_rank_gradient: Tensor, down: Tensor) -> Tensor:
+    return gradient.new_empty(len(gradient), down.shape[1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rows, weight, _, down, up, ctx.scaling = inputs
+    ctx.save_for_backward(rows, weight, down, up, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    rows, weight, down, up, low_rank = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    low_rank_gradient = ctx.scaling * torch.mm(gradient, up)
+    d_down = torch.mm(low_rank_gradient.t(), rows)
+    d_up = ctx.scaling * torch.mm(gradient.t(), low_rank)
+    d_rows = lora_input_gradient(gradient, weight, low_rank_gradient, down) if ctx.needs_input_grad[0] else None
+    return d_rows, None, None, d_down, d_up, None
+
+
+lora_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+class LoraLinear(nn.Linear):
+    """A linear map with a fixed weight, and an adapter of some rank; `linear` is the map that it replaces.
+
+    The adapter starts as zero: `lora_A` is random, by `generator`, and `lora_B` is zero.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.requires_grad_(False)
+        self.scaling, self.is_enabled = alpha / rank, True
+        device = linear.weight.device
+        down = nn.Linear(self.in_features, rank, bias=False, device="meta").to_empty(device=device)
+        up = nn.Linear(rank, self.out_features, bias=False, device="meta").to_empty(device=device)
+        with torch.no_grad():
+            initial = torch.empty(rank, self.in_features)
+            down.weight.copy_(nn.init.kaiming_uniform_(initial, a=math.sqrt(5), generator=generator))
+            up.weight.zero_()
+        self.lora_A, self.lora_B = nn.ModuleDict({ADAPTER_NAME: down}), nn.ModuleDict({ADAPTER_NAME: up})
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product with the weight, plus the adapter's if it is enabled."""
+        if not self.is_enabled:
+            return F.linear(input, self.weight, self.bias)
+        down, up = self.lora_A[ADAPTER_NAME].weight, self.lora_B[ADAPTER_NAME].weight
+        output, _ = lora_linear(input.flatten(0, -2), self.weight, self.bias, down, up, self.scaling)
+        return output.view(*input.shape[:-1], self.out_features)
+
+
+def add_adapters(model: Any, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> None:
+    """Add adapters to linear maps of the layers and freeze the rest. The same seed gives the same adapters everywhere.
+
+    `target_modules` are the last parts of the maps' names; empty is all. Raises ConfigInvalid for an unknown name.
+    """
+    layers: nn.Module = model.get_decoder().layers  # without the vision tower
+    parents = [(parent, name) for parent in layers.modules() for name in _list_linear_maps(parent)]
+    known = sorted({name for _, name in parents})  # such as `q_proj`
+    if unknown := [name for name in target_modules if name not in known]:
+        problem = f"the layers have no {unknown[0]!r}; they have {', '.join(known)}"
+        raise ConfigInvalid(problem, key="trainer.lora.target_modules")
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for parent, name in parents:
+        if name in (target_modules or known):
+            setattr(parent, name, LoraLinear(getattr(parent, name), rank, alpha, generator))
+
+
+def _list_linear_maps(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
+
+
+@contextmanager
+def disable_adapters(model: nn.Module) -> Generator[None]:
+    """Run the block with the model that training started from. Raises ConfigInvalid if the model has no adapters."""
+    linears = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    if not linears:
+        raise ConfigInvalid(
+            "a batch needs the logprobs of the starting model, which a trainer has only with lora.enabled"
+        )
+    for linear in linears:
+        linear.is_enabled = False
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.is_enabled = True
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Return whether a name in a state dict belongs to an adapter."""
+    return ".lora_" in name
+
+
+def get_adapter_names(name: str) -> tuple[str, str]:
+    """Return the names of the two matrices of the adapter beside the weight `name`."""
+    stem = name.removesuffix(".weight")
+    return f"{stem}.lora_A.{ADAPTER_NAME}.weight", f"{stem}.lora_B.{ADAPTER_NAME}.weight"
+
+
+def merge_adapter(name: str, matrix: Tensor, adapters: dict[str, Tensor], scaling: float) -> Tensor:
+    """Return the matrix plus its adapter's product, in float32; the matrix itself if it has no adapter.
+
+    `adapters` maps names in the state dict to the adapters' matrices.
+    """
+    down_name, up_name = get_adapter_names(name)
+    if down_name not in adapters:
+        return matrix
+    return matrix.float() + scaling * (adapters[up_name].float() @ adapters[down_name].float())
