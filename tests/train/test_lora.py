@@ -19,9 +19,10 @@ from ramify.trace.forest import START_LOGPROB
 from ramify.train.batch import Batch
 from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager
-from ramify.train.config import TrainerConfig
+from ramify.train.config import TrainerConfig, TrainerProcessConfig
 from ramify.train.model_export import MasterReader
-from ramify.train.publisher import WeightPublisher
+from ramify.train.publisher import WeightPublisher, iter_merged_weights
+from ramify.train.sft.config import SftConfig
 from tests.support.training import CONFIGS, SINGLE_RANK, VOCAB, build_model, random_batches
 
 
@@ -32,10 +33,10 @@ def model(request, tmp_path_factory) -> Path:
     return path
 
 
-def make_trainer(model: Path, dtype: str = "float32", **settings):
+def make_trainer(model: Path, dtype: str = "float32", quantize=None, **settings):
     lora = {"enabled": True, "rank": 4, **settings}
     config = TrainerConfig(pack_tokens=128, dtype=dtype, optim={"lr": 1e-2}, lora=lora)  # type: ignore[arg-type]
-    return build_trainer(model, config, SINGLE_RANK)
+    return build_trainer(model, config, SINGLE_RANK, quantize=quantize)
 
 
 def train(model: Path, steps: int, **settings):
@@ -154,6 +155,33 @@ class OperatorCalls(TorchDispatchMode, list):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.append(func.__name__)
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["8bit", "4bit"])
+def test_a_quantized_base_trains_as_the_same_weights_in_all_bits(model, tmp_path, mode):
+    quantized, restored = make_trainer(model, quantize=mode), make_trainer(model)
+    names = [name for name, _ in restored.policy.named_parameters() if name.endswith("_proj.weight")]
+    assert len(names) == 7 * CONFIGS["llama"].num_hidden_layers
+    assert not any(name in names for name, _ in quantized.policy.named_parameters())
+    for name in names:
+        module = name.removesuffix(".weight")
+        with torch.no_grad():
+            restored.policy.get_parameter(name).copy_(quantized.policy.get_submodule(module).get_matrix())
+    for batch in random_batches(2):
+        steps = [trainer.step(batch) for trainer in (quantized, restored)]
+        assert (steps[0].loss, steps[0].grad_norm) == (steps[1].loss, steps[1].grad_norm)
+    assert quantized.flops_model == restored.flops_model
+    published = [dict(iter_merged_weights(trainer)) for trainer in (quantized, restored)]
+    assert published[0].keys() == published[1].keys() == load_file(model / "model.safetensors").keys()
+    assert all(torch.equal(value, published[1][name]) for name, value in published[0].items())
+
+
+def test_a_quantized_base_requires_adapters():
+    for config in (TrainerProcessConfig, SftConfig):
+        keys = {"data": {"path": "x"}} if config is SftConfig else {}
+        with pytest.raises(ValueError, match=r"model.quantize: weights in 4 bits cannot be trained.*lora"):
+            config.model_validate({"model": {"quantize": "4bit"}, **keys})
+        config.model_validate({"model": {"quantize": "4bit"}, "trainer": {"lora": {"rank": 2}}, **keys})
 
 
 def test_an_unknown_target_is_refused(model):

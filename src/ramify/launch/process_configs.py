@@ -37,7 +37,7 @@ def build_serve_config(run_config: RunConfig, *, is_trainer_on_gpu: bool | None 
     The device of the trainer determines the dtype; None: a GPU if this machine has one.
     """
     inference, dtype = run_config.inference, _resolve_engine_dtype(run_config, is_trainer_on_gpu)
-    table: ConfigTable = {"model": _dump_set_fields(run_config.model), "server": {"model_name": run_config.model.name}}
+    table: ConfigTable = {"model": {"name": run_config.model.name}, "server": {"model_name": run_config.model.name}}
     if isinstance(inference, ExternalServersConfig):
         table["inference"] = {"dtype": dtype, "max_model_len": run_config.seq_len}
         if len(inference.base_url) > 1:  # host and port are given as flags
@@ -83,7 +83,7 @@ def build_env_server_config(run_config: RunConfig, source_name: str | None) -> C
     }
     table |= {
         "renderer": _dump_set_fields(run_config.renderer),
-        "model": _dump_set_fields(run_config.model),
+        "model": {"name": run_config.model.name},
         "output": str(run_config.path),
     }
     table |= {"source": source_name} if source_name else {}

@@ -31,6 +31,12 @@ class WeightCounts:
             size = value.numel() if value.ndim >= 2 else 0
             dense, experts = dense + size * (not is_expert), experts + size * is_expert
             frozen += 0.0 if value.requires_grad else size * (expert_share if is_expert else 1.0)
+        quantized = sum(
+            module.in_features * module.out_features
+            for module in layers.modules()
+            if isinstance(module, nn.Linear) and getattr(module, "weight_codes", None) is not None
+        )
+        dense, frozen = dense + quantized, frozen + quantized
         return cls(dense, experts, config.vocab_size * config.hidden_size, expert_share, frozen)
 
     @property

@@ -7,7 +7,7 @@ opaque to the compiler, which would make that sum of it again.
 """
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,52 +16,63 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from ramify.core.errors import ConfigInvalid
+from ramify.model.quantization import QuantizedMatrix, QuantizeMode, dequantize_matrix, quantize_matrix
+from ramify.model.weights import get_untied_tensors
 
 ADAPTER_NAME = "default"
 
 
 @torch.library.custom_op("ramify::lora_linear", mutates_args=())
 def lora_linear(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
+    rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output of a linear map with its adapter, and `rows` times `down`, for the backward pass.
 
-    `rows` is [rows, in], `weight` [out, in], `down` [rank, in] and `up` [out, rank].
+    `rows` is [rows, in], `weight` [out, in], or its codes if it is quantized and has `scales`; `down` is [rank, in] and
+    `up` [out, rank].
     """
     low_rank = torch.mm(rows, down.t())
-    return F.linear(rows, weight, bias).addmm_(low_rank, up.t(), alpha=scaling), low_rank
+    return F.linear(rows, _get_matrix(weight, scales), bias).addmm_(low_rank, up.t(), alpha=scaling), low_rank
 
 
 @torch.library.custom_op("ramify::lora_input_gradient", mutates_args=())
-def lora_input_gradient(gradient: Tensor, weight: Tensor, low_rank_gradient: Tensor, down: Tensor) -> Tensor:
+def lora_input_gradient(
+    gradient: Tensor, weight: Tensor, scales: Tensor | None, low_rank_gradient: Tensor, down: Tensor
+) -> Tensor:
     """Return the gradient of the rows, from the gradients of the output and of the rows times `down`."""
-    return torch.mm(gradient, weight).addmm_(low_rank_gradient, down)
+    return torch.mm(gradient, _get_matrix(weight, scales)).addmm_(low_rank_gradient, down)
+
+
+def _get_matrix(weight: Tensor, scales: Tensor | None) -> Tensor:
+    return weight if scales is None else dequantize_matrix(QuantizedMatrix(weight, scales))
 
 
 @lora_linear.register_fake
-def _(rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float) -> Any:
+def _(rows: Tensor, weight: Tensor, scales: Any, bias: Any, down: Tensor, up: Tensor, scaling: float) -> Any:
     return rows.new_empty(len(rows), len(up)), rows.new_empty(len(rows), len(down))
 
 
 @lora_input_gradient.register_fake
-def _(gradient: Tensor, weight: Tensor, low_rank_gradient: Tensor, down: Tensor) -> Tensor:
+def _(gradient: Tensor, weight: Tensor, scales: Any, low_rank_gradient: Tensor, down: Tensor) -> Tensor:
     return gradient.new_empty(len(gradient), down.shape[1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, weight, _, down, up, ctx.scaling = inputs
-    ctx.save_for_backward(rows, weight, down, up, output[1])
+    rows, weight, scales, _, down, up, ctx.scaling = inputs
+    ctx.save_for_backward(rows, weight, scales, down, up, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    rows, weight, down, up, low_rank = ctx.saved_tensors
+    rows, weight, scales, down, up, low_rank = ctx.saved_tensors
     gradient = gradient.contiguous()
     low_rank_gradient = ctx.scaling * torch.mm(gradient, up)
     d_down = torch.mm(low_rank_gradient.t(), rows)
     d_up = ctx.scaling * torch.mm(gradient.t(), low_rank)
-    d_rows = lora_input_gradient(gradient, weight, low_rank_gradient, down) if ctx.needs_input_grad[0] else None
-    return d_rows, None, None, d_down, d_up, None
+    d_rows = None  # the input of the first layer needs none
+    if ctx.needs_input_grad[0]:
+        d_rows = lora_input_gradient(gradient, weight, scales, low_rank_gradient, down)
+    return d_rows, None, None, None, d_down, d_up, None
 
 
 lora_linear.register_autograd(_backward, setup_context=_setup_context)
@@ -70,13 +81,19 @@ lora_linear.register_autograd(_backward, setup_context=_setup_context)
 class LoraLinear(nn.Linear):
     """A linear map with a fixed weight, and an adapter of some rank; `linear` is the map that it replaces.
 
-    The adapter starts as zero: `lora_A` is random, by `generator`, and `lora_B` is zero.
+    The adapter starts as zero: `lora_A` is random, by `generator`, and `lora_B` is zero. If the map is quantized, its
+    weight is None, and the buffers `weight_codes` and `weight_scales` are in its place.
     """
+
+    weight_codes: Tensor | None
+    weight_scales: Tensor | None
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.requires_grad_(False)
+        self.register_buffer("weight_codes", None)
+        self.register_buffer("weight_scales", None)
         self.scaling, self.is_enabled = alpha / rank, True
         device = linear.weight.device
         down = nn.Linear(self.in_features, rank, bias=False, device="meta").to_empty(device=device)
@@ -87,12 +104,23 @@ class LoraLinear(nn.Linear):
             up.weight.zero_()
         self.lora_A, self.lora_B = nn.ModuleDict({ADAPTER_NAME: down}), nn.ModuleDict({ADAPTER_NAME: up})
 
+    def quantize(self, mode: QuantizeMode, dtype: torch.dtype, device: torch.device) -> None:
+        """Replace the weight by codes and scales on a device; it is dequantized to `dtype`."""
+        self.weight_codes, self.weight_scales = quantize_matrix(self.weight.to(device, dtype), mode)
+        self.register_parameter("weight", None)
+
+    def get_matrix(self) -> Tensor:
+        """Return the weight, dequantized if it is quantized."""
+        return self.weight if self.weight_codes is None else _get_matrix(self.weight_codes, self.weight_scales)
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with the weight, plus the adapter's if it is enabled."""
         if not self.is_enabled:
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(input, self.get_matrix(), self.bias)
+        weight = self.weight if self.weight_codes is None else self.weight_codes
         down, up = self.lora_A[ADAPTER_NAME].weight, self.lora_B[ADAPTER_NAME].weight
-        output, _ = lora_linear(input.flatten(0, -2), self.weight, self.bias, down, up, self.scaling)
+        rows = input.flatten(0, -2)
+        output, _ = lora_linear(rows, weight, self.weight_scales, self.bias, down, up, self.scaling)
         return output.view(*input.shape[:-1], self.out_features)
 
 
@@ -116,6 +144,23 @@ def add_adapters(model: Any, rank: int, alpha: float, target_modules: Sequence[s
 
 def _list_linear_maps(module: nn.Module) -> list[str]:
     return [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
+
+
+def quantize_base(model: nn.Module, mode: QuantizeMode, dtype: torch.dtype, device: torch.device) -> None:
+    """Quantize the weights beside all adapters, one by one, on the device that they will be on."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.quantize(mode, dtype, device)
+
+
+def iter_base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the weights by their names in the base model: without adapters, and dequantized."""
+    for name, tensor in get_untied_tensors(model).items():
+        if name.endswith(".weight_codes"):
+            module_name = name.removesuffix(".weight_codes")
+            yield f"{module_name}.weight", model.get_submodule(module_name).get_matrix()
+        elif not is_adapter_weight(name) and not name.endswith(".weight_scales"):
+            yield name, tensor.detach()
 
 
 @contextmanager

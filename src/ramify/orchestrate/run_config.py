@@ -20,7 +20,6 @@ from ramify.infer.config import (
     EngineConfig,
     ExternalServersConfig,
     InferenceConfig,
-    ModelConfig,
     NamedModelConfig,
     VLLMConfig,
 )
@@ -31,7 +30,14 @@ from ramify.orchestrate.curriculum import DifficultyConfig, ShuffleConfig
 from ramify.rollout.config import check_source_names
 from ramify.rollout.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.run.store.run_name import default_run_name
-from ramify.train.config import CheckpointConfig, TrainerConfig, WeightsConfig
+from ramify.train.config import (
+    CheckpointConfig,
+    TrainedModelConfig,
+    TrainerConfig,
+    WeightsConfig,
+    dump_lora_identity,
+    find_quantize_problems,
+)
 
 START_REFERENCE = "start"  # the reference that is the model a run starts from
 DEFAULT_ALGORITHM = {"id": "grpo"}
@@ -329,7 +335,7 @@ class RunConfig(Config):
     """Environment variable with the shared secret. Required if an address is reachable from other machines."""
     record_batches: bool = False
     """Write every batch that the trainer gets to `batches/` in the run directory, for `ramify trainer --replay`."""
-    model: ModelConfig = ModelConfig()
+    model: TrainedModelConfig = TrainedModelConfig()
     """The model (-m)."""
     models: dict[str, NamedModelConfig] = {}
     """Other models by name: teachers, references, judges. Their weights never change."""
@@ -355,6 +361,7 @@ class RunConfig(Config):
         yield from self._find_weights_url_problems()
         yield from self._find_model_name_problems()
         yield from self._find_cluster_problems()
+        yield from find_quantize_problems(self.model, self.trainer)
 
     def _find_source_problems(self) -> Iterator[tuple[str, str]]:
         for kind, sources in (("train", self.train), ("eval", self.eval)):
@@ -432,8 +439,8 @@ class RunConfig(Config):
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify a run. A run is not resumed with a different identity."""
-        lora = self.trainer.lora
-        return {**self._named_identity, "lora": lora.model_dump(mode="json") if lora.enabled else {"enabled": False}}
+        lora = dump_lora_identity(self.model, self.trainer) if self.trainer.lora.enabled else {"enabled": False}
+        return {**self._named_identity, "lora": lora}
 
     @property
     def _named_identity(self) -> dict[str, Any]:

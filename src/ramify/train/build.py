@@ -10,9 +10,10 @@ import torch
 from ramify.core.errors import ConfigInvalid, ModelUnsupported
 from ramify.model.experts import describe_experts
 from ramify.model.images import ImageCache, load_image_family
-from ramify.model.lora import add_adapters
+from ramify.model.lora import add_adapters, quantize_base
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import DtypeChoice, choose_dtype
+from ramify.model.quantization import QuantizeMode
 from ramify.model.tree_attention import describe_tree_attention
 from ramify.run.store.image_store import ImageStore
 from ramify.train.batch import PackSpec
@@ -35,6 +36,7 @@ def build_trainer(
     config: TrainerConfig,
     ranks: Ranks,
     *,
+    quantize: QuantizeMode | None = None,
     total_steps: int | None = None,
     seed: int = 0,
     flat: bool = False,
@@ -45,15 +47,18 @@ def build_trainer(
 ) -> Trainer:
     """Build this rank's trainer of the model in `model_path`.
 
-    `total_steps` is the length of the run, for schedules that need it; `seed` initializes adapters. Set `flat` if no
+    `quantize` is the format of fixed weights beside adapters, if they are quantized; `total_steps` is the length of the
+    run, for schedules that need it; `seed` initializes adapters. Set `flat` if no
     batch shares prefixes. `media` is the directory of the run's images, for batches that refer to them by hash;
     `checkpoints` is the directory of its checkpoints, whose format of moments `optim.moments = "auto"` continues.
     `token_stats`, if given, gets logprob and entropy of every trained token. `log` receives lines on layout, experts,
     dtype and operators.
     """
     is_cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
-    # FSDP moves the model layer by layer, so that no GPU holds all of it.
-    load_device = torch.device("cpu") if ranks.world_size > 1 else ranks.device
+    if quantize and ranks.world_size > 1:
+        raise ConfigInvalid("a quantized model is trained by one rank; remove the key", key="model.quantize")
+    # FSDP moves the model layer by layer, and quantization matrix by matrix, so that no GPU holds all of it.
+    load_device = torch.device("cpu") if ranks.world_size > 1 or quantize else ranks.device
     policy = load_policy(
         model_path,
         load_loss(config.loss.id, config.loss.options),
@@ -73,6 +78,10 @@ def build_trainer(
     log(f"operators: {describe_tree_attention(ranks.device) if uses_tree_attention else 'from the model'}")
     if (lora := config.lora).enabled:
         add_adapters(policy.model, lora.rank, lora.alpha, lora.target_modules, seed)
+        if quantize:
+            log(f"fixed weights: {quantize.removesuffix('bit')} bits")
+            quantize_base(policy.model, quantize, choice.dtype, ranks.device)
+            policy.to(ranks.device)
     if is_cuda if config.compile is None else config.compile:
         compile_layers(policy)
     moments = choose_moments(model_path, config, ranks, find_saved_moments(checkpoints) if checkpoints else None)

@@ -89,6 +89,14 @@ class LossConfig(Config):
                 yield "", error.message
 
 
+class TrainedModelConfig(ModelConfig):
+    """The model to train."""
+
+    quantize: Literal["8bit", "4bit"] | None = None
+    """With LoRA: store the fixed matrices of the layers in 8 or 4 bits, with one scale for 64 weights. A matrix is
+    dequantized just before each product. None: all bits."""
+
+
 class LoraConfig(Config):
     """Train adapters beside the matrices of the layers, which stay fixed."""
 
@@ -153,6 +161,18 @@ class TrainerConfig(Config):
         return self.model_copy(update={"optim": self.optim.model_copy(update={"moments": moments})})
 
 
+def find_quantize_problems(model: TrainedModelConfig, trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
+    """Yield a problem if the model is quantized and all its weights are trained."""
+    if model.quantize is not None and not trainer.lora.enabled:
+        problem = f"weights in {model.quantize.removesuffix('bit')} bits cannot be trained"
+        yield "model.quantize", f"{problem}; train adapters ([trainer.lora]), or remove the key"
+
+
+def dump_lora_identity(model: TrainedModelConfig, trainer: TrainerConfig) -> dict[str, Any]:
+    """Return the LoRA settings that identify a run, with the format of the fixed weights if they are quantized."""
+    return trainer.lora.model_dump(mode="json") | ({} if model.quantize is None else {"quantize": model.quantize})
+
+
 class WeightsConfig(Config):
     """How engines get new weights from the trainer."""
 
@@ -211,13 +231,17 @@ class TrainerProcessConfig(Config):
     """Environment variable with the shared secret, required if other machines can reach the address."""
     orchestrator_timeout: float = Field(default=3600.0, gt=0)
     """Seconds to wait for a batch, or for an orchestrator that does not answer, before the trainer fails."""
-    model: ModelConfig = ModelConfig()
+    model: TrainedModelConfig = TrainedModelConfig()
     """The model to start from (-m)."""
     seed: int = 0
     """Seed of the adapters' initial weights."""
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
+
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a quantized model whose weights are all trained."""
+        yield from find_quantize_problems(self.model, self.trainer)
 
     @property
     def path(self) -> Path:

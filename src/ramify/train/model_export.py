@@ -23,6 +23,7 @@ from ramify.core.files import create_directory, write_and_fsync
 from ramify.core.names import suggest
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.lora import ADAPTER_NAME, get_adapter_names, is_adapter_weight, merge_adapter
+from ramify.model.quantization import QuantizeMode, dequantize_matrix, quantize_matrix
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN, fetch_model, is_hub_id, resolve_model_path
 from ramify.model.weights import get_untied_tensors, publish_weights, write_safetensors
 from ramify.model.weights_manifest import MANIFEST_FILE, verify_weights
@@ -40,7 +41,7 @@ from ramify.train.checkpoint_manifest import (
     verify_checkpoint,
 )
 from ramify.train.checkpoint_metadata import MetadataReader
-from ramify.train.config import LoraConfig, TrainerConfig
+from ramify.train.config import LoraConfig, TrainedModelConfig, TrainerConfig
 from ramify.train.master_weights import round_to_bfloat16
 from ramify.train.weights_directory import WEIGHTS_DIR
 
@@ -66,7 +67,7 @@ def export_model(store: RunStore, directory: Path, step: str = "") -> ExportedMo
     run = store.path
     if directory.exists():
         raise ConfigInvalid(f"{directory} already exists: remove it, or choose another directory")
-    name, trainer = read_run_config(run / CONFIG_FILE)
+    model, trainer = read_run_config(run / CONFIG_FILE)
     ledger = Ledger.open_readonly(store)
     published, checkpoint_steps = _find_published(run / WEIGHTS_DIR), list_saved_steps(run / CHECKPOINTS_DIR)
     committed = ledger.progress().committed or max(checkpoint_steps, default=0)
@@ -81,9 +82,9 @@ def export_model(store: RunStore, directory: Path, step: str = "") -> ExportedMo
     else:
         commit = ledger.get_commit(chosen)
         checkpoint = find_committed_checkpoint(run / CHECKPOINTS_DIR, chosen, commit.directory if commit else "")
-        base_model = fetch_model(name)
+        base_model = fetch_model(model.name)
         dtype = _find_dtype(base_model, trainer, list(published.values()))
-        tensors = _build_tensors(checkpoint, base_model, trainer, dtype)
+        tensors = _build_tensors(checkpoint, base_model, trainer, dtype, model.quantize)
         publish_weights(directory, tensors, PolicyVersion(run.name, 0, chosen), base_model=base_model)
     return ExportedModel(chosen, directory, trainer.lora.enabled)
 
@@ -120,12 +121,12 @@ def _find_published(directory: Path) -> dict[int, Path]:
     return {step: path for _, step, path in sorted(versions)}
 
 
-def read_run_config(path: Path) -> tuple[str, TrainerConfig]:
-    """Read the name of the model and the settings of the trainer from a run's configuration."""
+def read_run_config(path: Path) -> tuple[TrainedModelConfig, TrainerConfig]:
+    """Read the model and the settings of the trainer from a run's configuration."""
     try:
         table = tomllib.loads(path.read_text("utf-8"))
-        name = str(table["model"]["name"])
-        return name, TrainerConfig.model_validate(table.get("trainer", {}))
+        model = TrainedModelConfig.model_validate(table["model"])
+        return model, TrainerConfig.model_validate(table.get("trainer", {}))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigInvalid(f"{path} does not say how the run was trained: {error}") from error
 
@@ -140,8 +141,13 @@ def _find_dtype(base_model: Path, trainer: TrainerConfig, published: list[Path])
     return getattr(torch, str(name))
 
 
-def _build_tensors(checkpoint: Path, base_model: Path, trainer: TrainerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint by their names in the base model, with adapters merged."""
+def _build_tensors(
+    checkpoint: Path, base_model: Path, trainer: TrainerConfig, dtype: torch.dtype, quantize: QuantizeMode | None
+) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint by their names in the base model, with adapters merged.
+
+    If the adapters were trained beside quantized weights, they are merged into these.
+    """
     verify_checkpoint(checkpoint)
     masters = MasterReader(checkpoint)
     adapters = {name: masters.read(name) for name in masters.names if is_adapter_weight(name)}
@@ -150,6 +156,7 @@ def _build_tensors(checkpoint: Path, base_model: Path, trainer: TrainerConfig, d
     for name, tensor in get_untied_tensors(load_hf_model(base_model, load_config(base_model), dtype, None)).items():
         matrix = masters.read(name) if name in masters.names else tensor.detach()
         if get_adapter_names(name)[0] in adapters:
+            matrix = dequantize_matrix(quantize_matrix(matrix, quantize)) if quantize else matrix
             matrix = merge_adapter(name, matrix, adapters, scaling)
         elif name in masters.names and dtype == torch.bfloat16:
             matrix = round_to_bfloat16(matrix)
@@ -186,7 +193,7 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     ConfigInvalid if the run trains no adapter or the directory exists, CheckpointRefused if the checkpoint is damaged.
     """
     run = store.path
-    model_name, trainer = read_run_config(run / CONFIG_FILE)
+    model, trainer = read_run_config(run / CONFIG_FILE)
     if not trainer.lora.enabled:
         raise ConfigInvalid(f"{run} has no adapter: it was not trained with [trainer.lora]")
     ledger = Ledger.open_readonly(store)
@@ -208,7 +215,7 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     }
     with create_directory(directory) as partial_path:
         write_safetensors(partial_path / WEIGHTS_FILE, tensors)
-        table = build_peft_config(trainer.lora, model_name, list(tensors))
+        table = build_peft_config(trainer.lora, model.name, list(tensors))
         write_and_fsync(partial_path / ADAPTER_CONFIG_FILE, json.dumps(table, indent=2).encode())
     return step, directory
 

@@ -24,11 +24,10 @@ from ramify.core.errors import RamifyError, StorageFailed, StorageFull
 from ramify.core.files import remove_directory
 from ramify.core.watchdog import watch_storage
 from ramify.model import publish_weights
-from ramify.model.lora import is_adapter_weight, merge_adapter
+from ramify.model.lora import is_adapter_weight, iter_base_weights, merge_adapter
 from ramify.model.remote_weights import remove_uploaded_weights, upload_weights
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN
 from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
-from ramify.model.weights import get_untied_tensors
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.run.store import storage_call, wrap_storage_errors
 from ramify.trace import PolicyVersion
@@ -214,7 +213,5 @@ def iter_merged_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     }
     lora = trainer.config.lora
     with torch.no_grad():
-        for name, tensor in get_untied_tensors(trainer.policy.model).items():
-            if not is_adapter_weight(name):
-                matrix = gather_full_tensor(tensor.detach())
-                yield name, merge_adapter(name, matrix, adapters, lora.alpha / lora.rank)
+        for name, tensor in iter_base_weights(trainer.policy.model):
+            yield name, merge_adapter(name, gather_full_tensor(tensor), adapters, lora.alpha / lora.rank)

@@ -64,6 +64,7 @@ class TrainerProcess:
             self.model_path,
             config.trainer,
             self.ranks,
+            quantize=config.model.quantize,
             seed=config.seed,
             flat=self.flat,
             media=config.storage_path / MEDIA_DIR,

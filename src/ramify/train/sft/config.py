@@ -7,9 +7,15 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from ramify.core.config import Config, RunName
-from ramify.infer.config import ModelConfig
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
-from ramify.train.config import CheckpointConfig, LossConfig, TrainerConfig
+from ramify.train.config import (
+    CheckpointConfig,
+    LossConfig,
+    TrainedModelConfig,
+    TrainerConfig,
+    dump_lora_identity,
+    find_quantize_problems,
+)
 
 
 class SftDataConfig(Config):
@@ -80,7 +86,7 @@ class SftConfig(Config):
     """The run's directory below `output`; by default data, model and a hash of the run's identity."""
     output: Path = Path("outputs")
     """The directory of all runs (-o)."""
-    model: ModelConfig = ModelConfig()
+    model: TrainedModelConfig = TrainedModelConfig()
     """The model to start from (-m)."""
     renderer: RendererConfig = TemplateRendererConfig()
     data: SftDataConfig
@@ -99,11 +105,12 @@ class SftConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield settings of the trainer that only reinforcement learning has."""
+        """Yield settings that only reinforcement learning has, and a quantized model whose weights are all trained."""
         if self.trainer.loss != LossConfig():
             yield "trainer.loss", "is the loss of reinforcement learning; ramify sft uses cross entropy"
         if self.trainer.record_token_stats:
             yield "trainer.record_token_stats", "is for rollouts; ramify sft has none"
+        yield from find_quantize_problems(self.model, self.trainer)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -111,6 +118,6 @@ class SftConfig(Config):
         return {
             **self.model_dump(mode="json", include={"data", "renderer", "seq_len", "seed"}),
             "model": self.model.name,
-            "lora": self.trainer.lora.model_dump(mode="json"),
+            "lora": dump_lora_identity(self.model, self.trainer),
             "held_out": self.validation.fraction,
         }

@@ -219,6 +219,7 @@ class _SftRun:
             plan.model_path,
             config.trainer,
             self.ranks,
+            quantize=config.model.quantize,
             total_steps=self.total_steps,
             seed=config.seed,
             checkpoints=self.checkpoints.directory,

@@ -1,0 +1,80 @@
+"""Matrices in 8 or 4 bits: codes, and one scale for each block of a row.
+
+A block is scaled to its largest absolute value. In 8 bits a code is a multiple of 1/127 of it; in 4 bits one of 16
+levels, the quantiles of a normal distribution (NF4), since weights of a block are distributed like one. Matrices are
+dequantized just before a product and dropped after it, so only one of them has all its bits at a time.
+"""
+
+import math
+from functools import cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+QuantizeMode = Literal["8bit", "4bit"]
+MAX_BLOCK = 64
+NF4_LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+class QuantizedMatrix(NamedTuple):
+    """A matrix [rows, columns]: int8 codes of that shape, or uint8 pairs of 4-bit codes, and scales [rows, blocks]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def quantize_matrix(matrix: Tensor, mode: QuantizeMode) -> QuantizedMatrix:
+    """Quantize a matrix. Raises ValueError if its columns are not a multiple of two."""
+    rows, columns = matrix.shape
+    block = math.gcd(columns, MAX_BLOCK)
+    if block < 2:
+        raise ValueError(f"blocks need at least two columns, but the matrix has {columns}")
+    values = matrix.detach().float().view(rows, -1, block)
+    num_steps = 127 if mode == "8bit" else 1
+    scales = (values.abs().amax(-1) / num_steps).to(matrix.dtype)
+    values = values / scales.float().clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    if mode == "8bit":
+        return QuantizedMatrix(values.round_().clamp_(-127, 127).to(torch.int8).view(rows, columns), scales)
+    levels = _get_levels(matrix.device)
+    codes = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).view(rows, -1, 2)
+    return QuantizedMatrix(codes[..., 0] | codes[..., 1] << 4, scales)
+
+
+def dequantize_matrix(matrix: QuantizedMatrix) -> Tensor:
+    """Return the matrix, in the dtype of its scales."""
+    codes, scales = matrix
+    return (_dequantize_compiled if codes.is_cuda else _dequantize)(codes, scales, _get_levels(codes.device))
+
+
+def _dequantize(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
+    rows, blocks = scales.shape
+    if codes.dtype == torch.int8:
+        return (codes.view(rows, blocks, -1) * scales.unsqueeze(-1)).view(rows, -1)
+    values = levels[torch.stack((codes & 15, codes >> 4), -1).int()].view(rows, blocks, -1)
+    return (values * scales.float().unsqueeze(-1)).to(scales.dtype).view(rows, -1)
+
+
+_dequantize_compiled = torch.compile(_dequantize)  # one kernel
+
+
+@cache
+def _get_levels(device: torch.device) -> Tensor:
+    return torch.tensor(NF4_LEVELS, device=device)
