@@ -171,6 +171,7 @@ class CudaModelRunner(ModelRunner):
             block_size=block_size,
             dtype=model.dtype,
             device=device,
+            max_graph_rows=MAX_GRAPH_ROWS,
         )
         self._kernels.reserve_partials(INITIAL_PARTIALS)
         self._share_prefixes = share_prefixes
@@ -298,7 +299,7 @@ class CudaModelRunner(ModelRunner):
         return bool(rows)
 
     def _upload_plan(self, plan: AttentionPlan) -> None:
-        moved = self._plan.reserve(len(plan.data)), self._kernels.reserve_partials(plan.num_partials)
+        moved = self._plan.reserve(len(plan.data)), self._kernels.prepare(plan)
         if any(moved):
             self._drop_graphs()
         self._plan.upload(plan.data)

@@ -4,6 +4,7 @@
 """
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_paged_attention_equals_a_softmax_over_all_keys(
     )
     plan = build_plan(tables, starts, stops, len(positions), kernels.get_shape(len(positions)))
     assert plan.shared_keys > 0
-    kernels.reserve_partials(plan.num_partials)
+    kernels.prepare(plan)
     cache = torch.randn(200 * block_size, 2 * kv_heads * head_dim, device=DEVICE).to(dtype)
     query = torch.randn(len(positions), heads, head_dim, device=DEVICE).to(dtype)
     device_plan, device_positions = (
@@ -86,6 +87,59 @@ def test_paged_attention_equals_a_softmax_over_all_keys(
             expected = torch.einsum("hk,khd->hd", weights, values)
             assert (out[row].float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 5e-3)
             row += 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "dtype"),
+    [
+        (4, 1, 24, 0, torch.float32),
+        (6, 2, 16, 100, torch.float16),
+        pytest.param(3, 3, 16, 0, torch.float16, marks=long_in_the_interpreter),
+        pytest.param(2, 2, 16, 3, torch.float32, marks=long_in_the_interpreter),
+    ],
+)
+def test_chunk_items_equal_a_softmax_over_all_keys(heads, kv_heads, head_dim, window, dtype):
+    """Chunks behind some keys and at the start, beside a decoding sequence; pieces of keys change nothing."""
+    from ramify.model.kernels.cuda.paged_attention import PagedAttention
+
+    torch.manual_seed(heads)
+    block_size, ranges = 16, [(40, 41), (0, 40), (130, 200)]
+    blocks = iter(np.random.default_rng(0).permutation(np.arange(1, 32)).tolist())
+    tables = [np.array([next(blocks) for _ in range(-(-stop // block_size))]) for _, stop in ranges]
+    starts, stops = ([bounds[end] for bounds in ranges] for end in (0, 1))
+    positions = np.concatenate([np.arange(*bounds) for bounds in ranges])
+    kernels = PagedAttention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=DEVICE,
+        max_graph_rows=0,
+    )
+    cache = torch.randn(32 * block_size, 2 * kv_heads * head_dim, device=DEVICE).to(dtype)
+    query = torch.randn(len(positions), heads, head_dim, device=DEVICE).to(dtype)
+    shape, outputs = kernels.get_shape(len(positions)), []
+    for num_programs in (1, 400):
+        plan = build_plan(tables, starts, stops, len(positions), replace(shape, num_programs=num_programs))
+        assert plan.num_chunk_items > 0 and bool(plan.num_partials) == (num_programs == 400)
+        kernels.prepare(plan)
+        device_plan, device_positions = (
+            torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (plan.data, positions)
+        )
+        outputs.append(kernels(query, cache, device_plan, device_positions, scaling=head_dim**-0.5, window=window))
+    expected = []
+    for table, (start, stop), rows in zip(tables, ranges, query.split([stop - start for start, stop in ranges])):
+        slots = torch.from_numpy((table[:, None] * block_size + np.arange(block_size)).ravel()[:stop]).to(DEVICE)
+        key, value = cache[slots].float().view(stop, 2, kv_heads, head_dim).unbind(1)
+        key, value = (part.repeat_interleave(heads // kv_heads, 1) for part in (key, value))
+        distance = torch.arange(start, stop, device=DEVICE)[:, None] - torch.arange(stop, device=DEVICE)
+        masked = (distance < 0) | (distance >= (window or stop))
+        scores = torch.einsum("qhd,khd->hqk", rows.float(), key) * head_dim**-0.5
+        expected.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(masked, -torch.inf).softmax(-1), value))
+    limit = 1e-5 if dtype == torch.float32 else 5e-3
+    assert (outputs[0].float() - torch.cat(expected)).abs().max() < limit
+    assert (outputs[1].float() - outputs[0].float()).abs().max() < limit / 4
 
 
 def test_sampling_follows_the_cumulative_distribution():

@@ -41,17 +41,18 @@ def steps(draw):
 
 def list_pieces(plan: AttentionPlan):
     """Yield (first row, number of rows, block table, range of keys, first partial) of the items."""
-    count = int(plan.data[0] + plan.data[1])
+    count = plan.num_other_items + plan.num_chunk_items
+    assert plan.num_other_items == plan.data[0] + plan.data[1]
     for row, num_rows, table, start, stop, partial in (
         plan.data[HEADER_INTS : HEADER_INTS + ITEM_INTS * count].reshape(-1, ITEM_INTS).tolist()
     ):
         yield row, num_rows, plan.data[table:], start, stop, partial
 
 
-@given(steps(), st.sampled_from([1, 16, 400]), st.sampled_from([1, 5, 16]), st.booleans())
-def test_every_row_reads_its_keys_once(step, num_programs, rows_per_item, share):
+@given(steps(), st.sampled_from([1, 16, 400]), st.sampled_from([1, 5, 16]), st.sampled_from([0, 8, 32]), st.booleans())
+def test_every_row_reads_its_keys_once(step, num_programs, rows_per_item, rows_per_chunk_item, share):
     tables, starts, stops = step
-    shape = KernelShape(num_programs, 2, rows_per_item, SIZE, share)
+    shape = KernelShape(num_programs, 2, rows_per_item, SIZE, share, rows_per_chunk_item)
     positions = [position for start, stop in zip(starts, stops) for position in range(start, stop)]
     owners = [index for index, (start, stop) in enumerate(zip(starts, stops)) for _ in range(start, stop)]
     saved, attention_plan.MIN_SAVED_KEYS = attention_plan.MIN_SAVED_KEYS, SIZE
@@ -62,7 +63,7 @@ def test_every_row_reads_its_keys_once(step, num_programs, rows_per_item, share)
     seen: list[list[int]] = [[] for _ in positions]
     partials: list[list[int]] = [[] for _ in positions]
     for row, num_rows, table, start, stop, partial in list_pieces(plan):
-        assert 1 <= num_rows <= max(1, rows_per_item)
+        assert 1 <= num_rows <= max(rows_per_item, rows_per_chunk_item)
         for offset in range(num_rows):
             keys = range(start, min(stop, positions[row + offset] + 1))
             assert [table[key // SIZE] for key in keys] == [tables[owners[row + offset]][key // SIZE] for key in keys]
@@ -73,6 +74,9 @@ def test_every_row_reads_its_keys_once(step, num_programs, rows_per_item, share)
     bounds = plan.data[rows_at:partials_at].reshape(-1, 2)
     merged = [sorted(plan.data[partials_at + first : partials_at + last].tolist()) for first, last in bounds]
     assert merged == [sorted(row) for row in partials] + [[]] * 3
+    assert plan.num_merged_rows == max((row + 1 for row, own in enumerate(partials) if own), default=0)
+    num_chunk_rows = sum(stop - start for start, stop in zip(starts, stops) if stop - start > 1)
+    assert bool(plan.num_chunk_items) == (rows_per_chunk_item > 0 and num_chunk_rows > 0)
     every_partial = [partial for row in partials for partial in row]
     assert sorted(every_partial) == list(range(plan.num_partials))
     if not share:

@@ -7,8 +7,9 @@ common blocks become items of all of them: they are read once. The rest of each 
 of a prompt has many rows, which share its items as well.
 
 Long ranges are cut into pieces, so that the GPU has enough of them. Each piece gives a *partial* result for each of its
-rows, and these are merged afterwards; a row with only one piece needs no merge. Items are of two sizes, since a product
-with 16 queries costs a fraction of one with 64: small ones have one row, large ones several.
+rows, and these are merged afterwards; a row with only one piece needs no merge. Items are of three sizes, since a
+product with 16 queries costs a fraction of one with 128: small ones have one row, large ones several, and chunk items
+have the rows of a chunk in a step that computes many tokens; in other steps chunks are large items.
 
 A plan stays valid while the same sequences decode. It covers SPARE_KEYS more keys than there are, and the kernels read
 only keys up to the position of a row.
@@ -38,6 +39,7 @@ class KernelShape:
     rows_per_item: int  # of large items, at most
     block_size: int
     share: bool = True  # whether common blocks are read once
+    rows_per_chunk_item: int = 0  # at most; 0 if chunks are large items
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,10 @@ class AttentionPlan:
     """The plan of one step. `data` is what the kernels read; see `_pack` for its layout."""
 
     data: np.ndarray
+    num_other_items: int  # large and small ones
+    num_chunk_items: int
     num_partials: int
+    num_merged_rows: int  # rows from the first to the last that needs a merge
     shared_keys: int  # keys that are read once instead of once for each row, summed over the rows that share them
     table_starts: np.ndarray  # of each sequence: where its block table is in `data`
     key_limits: np.ndarray  # of each sequence: the keys that the plan covers
@@ -60,6 +65,11 @@ class _Items:
     sequence: np.ndarray
     key_start: np.ndarray
     key_stop: np.ndarray
+
+    @classmethod
+    def from_rows(cls, rows: list[tuple[int, int, int, int, int]]) -> "_Items":
+        """Return items that are listed one by one."""
+        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
 
     def cut(self, piece_keys: int) -> "_Items":
         """Return the items cut into pieces of at most `piece_keys` keys."""
@@ -95,13 +105,22 @@ def build_plan(
     own_start = np.zeros(num_decoding, dtype=np.int64)
     for start, stop, _, depth in runs:
         own_start[start:stop] = np.maximum(own_start[start:stop], depth * shape.block_size)
-    large = _list_large_items(runs, rows, first, last, num_decoding, shape)
+    shared_items = _list_shared_items(runs, shape)
+    chunk_items = _list_chunk_items(rows, first, last, num_decoding, shape.rows_per_chunk_item or shape.rows_per_item)
+    large, chunks = (shared_items, chunk_items) if shape.rows_per_chunk_item else (shared_items + chunk_items, [])
     decoding = np.arange(num_decoding)
     small = _Items(decoding, np.ones_like(decoding), decoding, own_start, limits[:num_decoding])
-    large, small = (items.cut(_choose_piece_keys(items, shape)) for items in (large, small))
+    items = [
+        items.cut(_choose_piece_keys(items, num_pieces, shape))
+        for items, num_pieces in (
+            (_Items.from_rows(large), 2 * shape.num_programs),
+            (small, 2 * shape.num_programs),
+            (_Items.from_rows(chunks), max(1, shape.num_programs // 2)),  # they cost more to merge
+        )
+    ]
     tables = [table[: -(-int(limit) // shape.block_size)] for table, limit in zip(block_tables, limits)]
     shared = sum((stop - start - 1) * (deep - shallow) * shape.block_size for start, stop, shallow, deep in runs)
-    return _pack(large, small, tables, limits, num_rows, shared, shape.block_size)
+    return _pack(items, tables, limits, num_rows, shared, shape.block_size)
 
 
 def find_shared_runs(block_tables: Sequence[np.ndarray], shape: KernelShape) -> list[tuple[int, int, int, int]]:
@@ -138,41 +157,42 @@ def _stack_tables(block_tables: Sequence[np.ndarray]) -> np.ndarray:
     return stacked
 
 
-def _list_large_items(
-    runs: list[tuple[int, int, int, int]],
-    rows: np.ndarray,
-    first: np.ndarray,
-    last: np.ndarray,
-    num_decoding: int,
-    shape: KernelShape,
-) -> _Items:
-    """Return the items of shared runs and of chunks, cut into groups of rows."""
+def _list_shared_items(
+    runs: list[tuple[int, int, int, int]], shape: KernelShape
+) -> list[tuple[int, int, int, int, int]]:
+    """Return the items of shared runs, cut into groups of rows."""
     size, step = shape.block_size, shape.rows_per_item
-    columns = [
+    return [
         (row, min(step, stop - row), start, shallow * size, deep * size)
         for start, stop, shallow, deep in runs
         for row in range(start, stop, step)
     ]
+
+
+def _list_chunk_items(
+    rows: np.ndarray, first: np.ndarray, last: np.ndarray, num_decoding: int, step: int
+) -> list[tuple[int, int, int, int, int]]:
+    """Return the items of chunks, cut into groups of `step` rows; those of a chunk with the most keys come first."""
+    items: list[tuple[int, int, int, int, int]] = []
     for index in range(num_decoding, len(first)):
         num_rows, start, row = int(last[index] - first[index]), int(first[index]), int(rows[index])
-        columns += [
+        items += [
             (row + offset, min(step, num_rows - offset), index, 0, start + min(offset + step, num_rows))
-            for offset in range(0, num_rows, step)
+            for offset in reversed(range(0, num_rows, step))
         ]
-    return _Items(*np.array(columns, dtype=np.int64).reshape(-1, 5).T)
+    return items
 
 
-def _choose_piece_keys(items: _Items, shape: KernelShape) -> int:
-    """Return the length of pieces that gives every program about two."""
+def _choose_piece_keys(items: _Items, num_pieces: int, shape: KernelShape) -> int:
+    """Return the length of pieces of which there are about `num_pieces`, counting those of each key head."""
     num_keys = int((items.key_stop - items.key_start).sum()) * shape.kv_heads
-    wanted = num_keys // (2 * shape.num_programs)
+    wanted = num_keys // num_pieces
     has_many = len(items.row) * shape.kv_heads >= shape.num_programs
     return max(MIN_PIECE_KEYS if has_many else MIN_SINGLE_PIECE_KEYS, -(-wanted // KEY_TILE) * KEY_TILE)
 
 
 def _pack(
-    large: _Items,
-    small: _Items,
+    items_by_size: Sequence[_Items],
     tables: Sequence[np.ndarray],
     limits: np.ndarray,
     num_rows: int,
@@ -185,7 +205,8 @@ def _pack(
     rows, start of the block table, range of keys, first partial or -1), for each row the range of its partials in the
     next section, the partials by row, and the block tables.
     """
-    items = _Items(*(np.concatenate(pair) for pair in zip(_columns(large), _columns(small))))
+    num_large, num_small, num_chunk_items = (len(items.row) for items in items_by_size)
+    items = _Items(*(np.concatenate(columns) for columns in zip(*map(_columns, items_by_size))))
     item_of_pair = np.repeat(np.arange(len(items.row)), items.num_rows)
     offset = np.arange(len(item_of_pair)) - np.repeat(np.cumsum(items.num_rows) - items.num_rows, items.num_rows)
     row_of_pair = items.row[item_of_pair] + offset
@@ -204,7 +225,7 @@ def _pack(
     capacities = -(-limits // block_size)
     table_starts = tables_at + np.cumsum(capacities) - capacities
     data = np.zeros(tables_at + int(capacities.sum()), dtype=np.int32)
-    data[:4] = len(large.row), len(small.row), rows_at, partials_at
+    data[:4] = num_large, num_small, rows_at, partials_at
     columns = items.row, items.num_rows, table_starts[items.sequence], items.key_start, items.key_stop, first_partial
     data[HEADER_INTS:rows_at] = np.stack(columns, 1).ravel()
     merged_ends = np.cumsum(merged_counts)
@@ -212,7 +233,16 @@ def _pack(
     data[partials_at:tables_at] = partials
     for start, table in zip(table_starts.tolist(), tables):
         data[start : start + len(table)] = table
-    return AttentionPlan(data, int(partial_counts.sum()), shared_keys, table_starts, limits)
+    return AttentionPlan(
+        data=data,
+        num_other_items=num_large + num_small,
+        num_chunk_items=num_chunk_items,
+        num_partials=len(partials),
+        num_merged_rows=int(row_of_pair[by_row].max(initial=-1)) + 1,
+        shared_keys=shared_keys,
+        table_starts=table_starts,
+        key_limits=limits,
+    )
 
 
 def _columns(items: _Items) -> tuple[np.ndarray, ...]:

@@ -1,10 +1,13 @@
 """Attention over the paged cache on CUDA, by the work items of a `ramify.model.kernels.attention_plan.AttentionPlan`.
 
-A fixed number of programs takes the items in turns, whatever their number, so a captured graph serves every plan with
-its number of rows. An item is computed for all query heads that read the same key head at once, as one matrix of
-queries. Keys and values are read from the cache through the block table, never copied. As in tree attention, the
-running maximum of a row is an integer, so that changing it only shifts exponents: a row gets the same rounded weights
-however its keys are cut into pieces.
+Up to `max_graph_rows` rows a fixed number of programs takes the items in turns, whatever their number, so a captured
+graph serves every plan with its number of rows. Larger steps, which are not captured, launch only what their plan
+needs; their chunks of prompts have a kernel of their own, with more queries at once.
+
+An item is computed for all query heads that read the same key head at once, as one matrix of queries. Keys and values
+are read from the cache through the block table, never copied. As in tree attention, the running maximum of a row is an
+integer, so that changing it only shifts exponents: a row gets the same rounded weights however its keys are cut into
+pieces.
 """
 # ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
 
@@ -16,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ramify.model.kernels.attention_plan import HEADER_INTS, ITEM_INTS, KernelShape, build_plan
+from ramify.model.kernels.attention_plan import HEADER_INTS, ITEM_INTS, AttentionPlan, KernelShape, build_plan
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -26,8 +29,6 @@ ITEM = tl.constexpr(ITEM_INTS)
 PROGRAMS_PER_PROCESSOR = 3  # as many as have room for their keys and values at the same time
 SMALL_QUERIES = 16  # of a matrix product, at least
 LARGE_QUERIES = 32
-WIDE_QUERIES = 64  # in steps with more than WIDE_ROWS rows, where chunks of prompts need most of the time
-WIDE_ROWS = 1024
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -79,6 +80,19 @@ def _attend_item(
         row_max, row_sum = new_max, row_sum * rescale + tl.sum(weight, 1)
         v = tl.load(CACHE + kv_offsets + KV_HEADS * D, mask=is_key, other=0.0)
         acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    _store_item(
+        acc, row_max, row_sum, row, local_row, head, is_query, partial, OUT, PARTIALS, PARTIAL_SUMS, HEADS, D, D_BLOCK
+    )
+
+
+@triton.jit
+def _store_item(
+    acc, row_max, row_sum, row, local_row, head, is_query, partial, OUT, PARTIALS, PARTIAL_SUMS,
+    HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the result of an item, or its partial results."""
+    column = tl.arange(0, D_BLOCK)
+    is_value = is_query[:, None] & (column < D)[None, :]
     if partial < 0:
         out_offsets = row.to(tl.int64)[:, None] * (HEADS * D) + (head * D)[:, None] + column[None, :]
         tl.store(OUT + out_offsets, (acc / row_sum[:, None]).to(OUT.dtype.element_ty), mask=is_value)
@@ -111,6 +125,77 @@ def _attend(
             Q, CACHE, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
             HEADS, KV_HEADS, D, D_BLOCK, BLOCK_SIZE, SMALL, KEYS, WINDOW, SCALE, PRECISION, STAGES,
         )  # fmt: skip
+
+
+@triton.jit
+def _attend_chunks(
+    Q, CACHE, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute one chunk item for the query heads of one key head.
+
+    Tiles of keys that all rows see come first and need no mask. Block numbers are read one tile ahead.
+    """
+    group: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    item = PLAN + HEADER + (tl.load(PLAN) + tl.load(PLAN + 1) + tl.program_id(0) // KV_HEADS) * ITEM
+    row_start, num_rows = tl.load(item), tl.load(item + 1)
+    table, start, key_stop, partial = PLAN + tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    query = tl.arange(0, QUERIES)
+    local_row, head = query // group, kv_head * group + query % group
+    is_query = local_row < num_rows
+    row = row_start + local_row
+    first_position = tl.load(POSITIONS + row_start)
+    position = first_position + local_row  # the rows of a chunk are adjacent tokens
+    column = tl.arange(0, D_BLOCK)
+    offsets = row.to(tl.int64)[:, None] * q_stride + (head * D)[:, None] + column[None, :]
+    q = tl.load(Q + offsets, mask=is_query[:, None] & (column < D)[None, :], other=0.0)
+    stop = tl.minimum(key_stop, first_position + num_rows)
+    num_before = 0  # tiles of which the last rows see only a part, because of the window
+    if WINDOW:
+        start += tl.maximum(first_position - (WINDOW - 1) - start, 0) // KEYS * KEYS
+        num_before = tl.cdiv(tl.maximum(first_position + num_rows - WINDOW - start, 0), KEYS)
+    num_full = tl.maximum(tl.minimum(stop, first_position + 1) - start - num_before * KEYS, 0) // KEYS
+    acc = tl.zeros([QUERIES, D_BLOCK], tl.float32)
+    row_max = tl.full([QUERIES], MASKED_SCORE, tl.float32)
+    row_sum = tl.zeros([QUERIES], tl.float32)
+    cache_columns = CACHE + kv_head * D + column[None, :]
+    for needs_mask in tl.static_range(2):
+        # The tiles of the other loop are skipped: (`num_skipped` from `first_skipped` on).
+        first_skipped, num_skipped = (num_before, num_full) if needs_mask else (0, num_before)
+        num_tiles = tl.cdiv(stop - start, KEYS) - num_full if needs_mask else num_full
+        next_key = start + (0 if first_skipped > 0 else num_skipped) * KEYS + tl.arange(0, KEYS)
+        next_block = tl.load(table + next_key // BLOCK_SIZE, mask=next_key < stop, other=0)
+        for index in tl.range(num_tiles, num_stages=STAGES):
+            key, block = next_key, next_block
+            next_tile = index + 1
+            next_tile += tl.where(next_tile >= first_skipped, num_skipped, 0)
+            next_key = start + next_tile * KEYS + tl.arange(0, KEYS)
+            next_block = tl.load(table + next_key // BLOCK_SIZE, mask=next_key < stop, other=0)
+            slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+            pointers = cache_columns + slot[:, None] * (2 * KV_HEADS * D)
+            if needs_mask:
+                is_key = (key < stop)[:, None] & (column < D)[None, :]
+            else:
+                is_key = tl.full([KEYS, 1], True, tl.int1) & (column < D)[None, :]
+            k = tl.load(pointers, mask=is_key, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if needs_mask:
+                visible = key[None, :] <= position[:, None]
+                if WINDOW:
+                    visible &= position[:, None] - key[None, :] < WINDOW
+                scores = tl.where(visible & (key < stop)[None, :], scores, MASKED_SCORE)
+            new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1) * (SCALE * LOG2E)))
+            rescale = tl.exp2(row_max - new_max)
+            weight = tl.exp2(scores * (SCALE * LOG2E) - new_max[:, None])
+            row_max, row_sum = new_max, row_sum * rescale + tl.sum(weight, 1)
+            v = tl.load(pointers + KV_HEADS * D, mask=is_key, other=0.0)
+            acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    _store_item(
+        acc, row_max, row_sum, row, local_row, head, is_query, partial, OUT, PARTIALS, PARTIAL_SUMS, HEADS, D, D_BLOCK
+    )
 
 
 @triton.jit
@@ -147,11 +232,19 @@ class PagedAttention:
     """The kernels for one model, and the memory of their partial results."""
 
     def __init__(
-        self, *, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_graph_rows: int = 1024,
     ) -> None:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self._block_size, self._group = block_size, heads // kv_heads
-        self._small = max(SMALL_QUERIES, triton.next_power_of_2(self._group))
+        self._block_size, self._group, self._max_graph_rows = block_size, heads // kv_heads, max_graph_rows
+        small = max(SMALL_QUERIES, triton.next_power_of_2(self._group))
         self._num_programs = count_processors(device) * PROGRAMS_PER_PROCESSOR
         is_half = dtype.itemsize == 2
         self._constants: dict[str, Any] = {
@@ -160,12 +253,17 @@ class PagedAttention:
             "D": head_dim,
             "D_BLOCK": max(16, triton.next_power_of_2(head_dim)),
             "BLOCK_SIZE": block_size,
-            "SMALL": self._small,
-            "KEYS": 64 if is_half else 32,
             "PRECISION": None if is_half else "ieee",
+        }
+        self._attend_constants: dict[str, Any] = {
+            "SMALL": small,
+            "LARGE": max(small, LARGE_QUERIES),
+            "KEYS": 64 if is_half else 32,
             "STAGES": 2,
             "num_warps": 4,
         }
+        self._chunk_constants = choose_chunk_constants(self._constants["D_BLOCK"], small, is_half=is_half)
+        self._plan: AttentionPlan | None = None
         self._partials = torch.empty(0, heads, head_dim, dtype=torch.float32, device=device)
         self._partial_sums = torch.empty(0, heads, 2, dtype=torch.float32, device=device)
 
@@ -174,13 +272,18 @@ class PagedAttention:
         return KernelShape(
             num_programs=self._num_programs,
             kv_heads=self.kv_heads,
-            rows_per_item=self._count_large_queries(num_rows) // self._group,
+            rows_per_item=self._attend_constants["LARGE"] // self._group,
             block_size=self._block_size,
             share=share,
+            rows_per_chunk_item=self._chunk_constants["QUERIES"] // self._group
+            if num_rows > self._max_graph_rows
+            else 0,
         )
 
-    def _count_large_queries(self, num_rows: int) -> int:
-        return max(self._small, WIDE_QUERIES if num_rows > WIDE_ROWS else LARGE_QUERIES)
+    def prepare(self, plan: AttentionPlan) -> bool:
+        """Use the plan in the next calls; return whether memory has moved, so that graphs are invalid."""
+        self._plan = plan
+        return self.reserve_partials(plan.num_partials)
 
     def reserve_partials(self, count: int) -> bool:
         """Make room for partial results; return whether the memory has moved, so that graphs are invalid."""
@@ -197,18 +300,32 @@ class PagedAttention:
         """Return the attention of `query` [rows, heads, head_dim] to the slots of a layer, [rows, heads, head_dim]."""
         if query.stride()[1:] != (self.head_dim, 1):
             query = query.contiguous()
-        out = torch.empty(len(query), self.heads, self.head_dim, dtype=query.dtype, device=query.device)
-        constants = self._constants
-        _attend[(self._num_programs,)](
-            query, cache, plan, positions, out, self._partials, self._partial_sums, query.stride(0),
-            LARGE=self._count_large_queries(len(query)), WINDOW=window, SCALE=scaling, **constants,
-        )  # fmt: skip
-        tile = min(4, triton.next_power_of_2(self.heads))
-        _merge[(len(query), triton.cdiv(self.heads, tile))](
-            plan, out, self._partials, self._partial_sums,
-            HEADS=self.heads, D=self.head_dim, D_BLOCK=constants["D_BLOCK"], TILE=tile, num_warps=4,
-        )  # fmt: skip
+        rows = len(query)
+        out = torch.empty(rows, self.heads, self.head_dim, dtype=query.dtype, device=query.device)
+        num_other_items, num_chunk_items, num_merged_rows = 1, 0, rows
+        if rows > self._max_graph_rows and self._plan is not None:
+            step = self._plan
+            num_other_items, num_chunk_items = step.num_other_items, step.num_chunk_items
+            num_merged_rows = step.num_merged_rows
+        arguments = query, cache, plan, positions, out, self._partials, self._partial_sums, query.stride(0)
+        constants = {**self._constants, "WINDOW": window, "SCALE": scaling}
+        if num_other_items:
+            _attend[(self._num_programs,)](*arguments, **constants, **self._attend_constants)
+        if num_chunk_items:
+            _attend_chunks[(num_chunk_items * self.kv_heads,)](*arguments, **constants, **self._chunk_constants)
+        if num_merged_rows:
+            tile = min(4, triton.next_power_of_2(self.heads))
+            _merge[(num_merged_rows, triton.cdiv(self.heads, tile))](
+                plan, out, self._partials, self._partial_sums,
+                HEADS=self.heads, D=self.head_dim, D_BLOCK=self._constants["D_BLOCK"], TILE=tile, num_warps=4,
+            )  # fmt: skip
         return out
+
+
+def choose_chunk_constants(width: int, min_queries: int, *, is_half: bool) -> dict[str, Any]:
+    """Return the tile sizes of chunk items for heads of `width`."""
+    queries, keys, warps = (128, 64, 8) if is_half and width <= 128 else (64, 32, 4)
+    return {"QUERIES": max(min_queries, queries), "KEYS": keys, "STAGES": 2, "num_warps": warps}
 
 
 def count_processors(device: torch.device) -> int:
@@ -228,7 +345,7 @@ def plan_one_sequence(pool: KVPool, heads: int, start: int, stop: int) -> Attent
         device=slots.device,
     )
     plan = build_plan([np.arange(len(pool.layers[0]))], [start], [stop], stop - start, kernels.get_shape(stop - start))
-    kernels.reserve_partials(plan.num_partials)
+    kernels.prepare(plan)
     positions = torch.arange(start, stop, device=slots.device)
     device_plan = DevicePlan(torch.from_numpy(plan.data).to(slots.device), positions, kernels)
     return AttentionMetadata(pool, positions, plan=device_plan)
