@@ -163,7 +163,7 @@ def _attend_chunks(
     row_sum = tl.zeros([QUERIES], tl.float32)
     cache_columns = CACHE + kv_head * D + column[None, :]
     for needs_mask in tl.static_range(2):
-        # The tiles of the other loop are skipped: (`num_skipped` from `first_skipped` on).
+        # The tiles of the other loop are skipped.
         first_skipped, num_skipped = (num_before, num_full) if needs_mask else (0, num_before)
         num_tiles = tl.cdiv(stop - start, KEYS) - num_full if needs_mask else num_full
         next_key = start + (0 if first_skipped > 0 else num_skipped) * KEYS + tl.arange(0, KEYS)
@@ -176,11 +176,7 @@ def _attend_chunks(
             next_block = tl.load(table + next_key // BLOCK_SIZE, mask=next_key < stop, other=0)
             slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
             pointers = cache_columns + slot[:, None] * (2 * KV_HEADS * D)
-            if needs_mask:
-                is_key = (key < stop)[:, None] & (column < D)[None, :]
-            else:
-                is_key = tl.full([KEYS, 1], True, tl.int1) & (column < D)[None, :]
-            k = tl.load(pointers, mask=is_key, other=0.0)
+            k = _load_tile(pointers, key < stop, column < D, needs_mask or D < D_BLOCK)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if needs_mask:
                 visible = key[None, :] <= position[:, None]
@@ -191,11 +187,20 @@ def _attend_chunks(
             rescale = tl.exp2(row_max - new_max)
             weight = tl.exp2(scores * (SCALE * LOG2E) - new_max[:, None])
             row_max, row_sum = new_max, row_sum * rescale + tl.sum(weight, 1)
-            v = tl.load(pointers + KV_HEADS * D, mask=is_key, other=0.0)
+            v = _load_tile(pointers + KV_HEADS * D, key < stop, column < D, needs_mask or D < D_BLOCK)
             acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     _store_item(
         acc, row_max, row_sum, row, local_row, head, is_query, partial, OUT, PARTIALS, PARTIAL_SUMS, HEADS, D, D_BLOCK
     )
+
+
+@triton.jit
+def _load_tile(pointers, is_key, is_column, MASKED: tl.constexpr):
+    """Load keys or values; without a mask the loads are as wide as possible."""
+    if MASKED:
+        return tl.load(pointers, mask=is_key[:, None] & is_column[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit
@@ -323,9 +328,10 @@ class PagedAttention:
 
 
 def choose_chunk_constants(width: int, min_queries: int, *, is_half: bool) -> dict[str, Any]:
-    """Return the tile sizes of chunk items for heads of `width`."""
-    queries, keys, warps = (128, 64, 8) if is_half and width <= 128 else (64, 32, 4)
-    return {"QUERIES": max(min_queries, queries), "KEYS": keys, "STAGES": 2, "num_warps": warps}
+    """Return the tile sizes of chunk items for heads of `width`: with `maxnreg` registers two programs run at once."""
+    if is_half and width <= 128:
+        return {"QUERIES": 128, "KEYS": 32, "STAGES": 3, "num_warps": 8, "maxnreg": 128}
+    return {"QUERIES": max(min_queries, 64), "KEYS": 32, "STAGES": 2, "num_warps": 4}
 
 
 def count_processors(device: torch.device) -> int:
