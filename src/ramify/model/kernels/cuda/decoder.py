@@ -45,6 +45,7 @@ def _rotate_and_cache(
 ):  # fmt: skip
     """Normalize and rotate queries in place, and keys on their way to the cache, where values go unchanged."""
     row = tl.program_id(0).to(tl.int64)
+    position, slot = tl.load(POSITIONS + row).to(tl.int64), tl.load(SLOTS + row).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     column = tl.arange(0, HALF)[None, :]
     mask = (head < HEADS + 2 * KV_HEADS) & (column < D // 2)
@@ -56,22 +57,22 @@ def _rotate_and_cache(
     if HAS_BIAS:
         first += tl.load(BIAS + source, mask=mask, other=0.0)
         second += tl.load(BIAS + source + D // 2, mask=mask, other=0.0)
+    # All loads come before the sums, so that a program waits for memory once.
+    cos_first, cos_second = _load_halves(ROPE + position * (2 * D), column, D)
+    sin_first, sin_second = _load_halves(ROPE + position * (2 * D) + D, column, D)  # the first half is negated
     x, y = first.to(tl.float32), second.to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + EPS)[:, None]
         q_first, q_second = _load_halves(Q_NORM, column, D)
         k_first, k_second = _load_halves(K_NORM, column, D)
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + EPS)[:, None]
         x *= scale * tl.where(is_query, q_first, k_first)
         y *= scale * tl.where(is_query, q_second, k_second)
-    angle = tl.load(POSITIONS + row).to(tl.int64) * (2 * D)
-    cos_first, cos_second = _load_halves(ROPE + angle, column, D)
-    sin_first, sin_second = _load_halves(ROPE + angle + D, column, D)  # the first half is negated
     rotates = is_query | is_key
     first = tl.where(rotates, (x * cos_first + y * sin_first).to(first.dtype), first)
     second = tl.where(rotates, (y * cos_second + x * sin_second).to(second.dtype), second)
     tl.store(QKV + offsets, first, mask=mask & is_query)
     tl.store(QKV + offsets + D // 2, second, mask=mask & is_query)
-    target = tl.load(SLOTS + row).to(tl.int64) * (2 * KV_HEADS * D) + (head - HEADS) * D + column
+    target = slot * (2 * KV_HEADS * D) + (head - HEADS) * D + column
     tl.store(CACHE + target, first, mask=mask & (head >= HEADS))
     tl.store(CACHE + target + D // 2, second, mask=mask & (head >= HEADS))
 
