@@ -172,7 +172,7 @@ def _list_shared_items(
 def _list_chunk_items(
     rows: np.ndarray, first: np.ndarray, last: np.ndarray, num_decoding: int, step: int
 ) -> list[tuple[int, int, int, int, int]]:
-    """Return the items of chunks, cut into groups of `step` rows; those of a chunk with the most keys come first."""
+    """Return the items of chunks, cut into groups of `step` rows; in a chunk, the last rows come first."""
     items: list[tuple[int, int, int, int, int]] = []
     for index in range(num_decoding, len(first)):
         num_rows, start, row = int(last[index] - first[index]), int(first[index]), int(rows[index])
@@ -184,7 +184,7 @@ def _list_chunk_items(
 
 
 def _choose_piece_keys(items: _Items, num_pieces: int, shape: KernelShape) -> int:
-    """Return the length of pieces of which there are about `num_pieces`, counting those of each key head."""
+    """Return the length of pieces of which there are about `num_pieces` over all key heads."""
     num_keys = int((items.key_stop - items.key_start).sum()) * shape.kv_heads
     wanted = num_keys // num_pieces
     has_many = len(items.row) * shape.kv_heads >= shape.num_programs

@@ -198,9 +198,10 @@ def _attend_chunks(
 def _load_tile(pointers, is_key, is_column, MASKED: tl.constexpr):
     """Load keys or values; without a mask the loads are as wide as possible."""
     if MASKED:
-        return tl.load(pointers, mask=is_key[:, None] & is_column[None, :], other=0.0)
+        tile = tl.load(pointers, mask=is_key[:, None] & is_column[None, :], other=0.0)
     else:
-        return tl.load(pointers)
+        tile = tl.load(pointers)
+    return tile
 
 
 @triton.jit
