@@ -197,11 +197,8 @@ def _attend_chunks(
 @triton.jit
 def _load_tile(pointers, is_key, is_column, MASKED: tl.constexpr):
     """Load keys or values; without a mask the loads are as wide as possible."""
-    if MASKED:
-        tile = tl.load(pointers, mask=is_key[:, None] & is_column[None, :], other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tile
+    mask = is_key[:, None] & is_column[None, :] if MASKED else None
+    return tl.load(pointers, mask=mask, other=0.0 if MASKED else None)
 
 
 @triton.jit
