@@ -56,17 +56,18 @@ def test_advice_is_not_repeated_with_more_settings_or_gpus():
         place_run(build_run("org/Some-4B"), [build_machine(4, gpu_gib=60)])
 
 
-def test_weights_that_are_handed_over_in_memory_are_counted():
-    for num_gpus, element_bytes in ((0, 4), (1, 2)):
+def test_copies_of_shared_weights_are_counted():
+    for num_gpus, element_bytes, lora in ((0, 4, False), (1, 2, False), (1, 2, True)):
         disk, ipc = (
             place_run(
-                build_run("org/Some-1B", weights={"transport": transport}), [build_machine(num_gpus, memory_gib=256)]
+                build_run("org/Some-1B", weights={"transport": transport}, trainer={"lora": {"enabled": lora}}),
+                [build_machine(num_gpus, memory_gib=256)],
             )
             for transport in ("disk", "ipc")
         )
         more = {name: used - before for (name, used, _), (_, before, _) in zip(ipc.list_memory(), disk.list_memory())}
-        copy = pytest.approx(element_bytes * 10**9, rel=0.06)  # the buffer, and on a GPU a copy in pinned memory
-        assert more == ({"GPU 0": copy, "this machine": copy} if num_gpus else {"this machine": copy})
+        copy = pytest.approx(element_bytes * 10**9, rel=0.06)  # in host memory, and of merged weights on a GPU
+        assert more == ({"GPU 0": copy if lora else 0} if num_gpus else {}) | {"this machine": copy}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ramify.model import publish_weights, remote_weights
 from ramify.model.remote_weights import fetch_weights, get_run_url, remove_uploaded_weights, upload_weights
 from ramify.model.weights_manifest import verify_weights
 from ramify.trace import PolicyVersion
-from tests.model.test_weight_buffer import make_module
+from tests.model.test_shared_weights import make_module
 
 
 @pytest.fixture

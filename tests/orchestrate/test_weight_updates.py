@@ -21,11 +21,14 @@ def version(step: int, incarnation: int = 0) -> PolicyVersion:
 class Stage:
     """A weight updater, the engines it updates, and the versions it applied."""
 
-    def __init__(self, retry_delay: float = 0.01) -> None:
+    def __init__(self, retry_delay: float = 0.01, copy_timeout: float = 20.0) -> None:
         self.clock = FakeClock()
         self.engines, self.applied, self.applied_event = FakeEngines(), list[PolicyVersion](), asyncio.Event()
         self.updater = WeightUpdater(
-            self.engines, self._on_applied, settings=UpdateSettings(retry_delay), clock=self.clock
+            self.engines,
+            self._on_applied,
+            settings=UpdateSettings(retry_delay, copy_timeout=copy_timeout),
+            clock=self.clock,
         )  # type: ignore[arg-type]
 
     def _on_applied(self, version: PolicyVersion, seconds: float) -> None:
@@ -186,3 +189,73 @@ async def test_initial_version_is_not_applied_again(stage):
     assert (stage.updater.served_version, stage.applied, stage.engines.updates) == (version(0), [version(0)], [])
     stage.publish(version(0, incarnation=1))  # from a restarted trainer
     await stage.wait_until_served(version(0, incarnation=1))
+
+
+# -- copies from the trainer's memory ---------------------------------------------------------------------------------
+
+
+async def is_waiting(copied: asyncio.Task) -> bool:
+    done, _ = await asyncio.wait([copied], timeout=0.05)
+    return not done
+
+
+async def test_the_trainer_waits_until_the_engines_have_copied_its_weights(stage):
+    stage.engines.may_finish.clear()
+    stage.publish(version(1))
+    copied = asyncio.create_task(stage.updater.wait_until_copied(version(1)))
+    assert await is_waiting(copied)
+    stage.engines.may_finish.set()
+    async with asyncio.timeout(10):
+        assert await copied == ""
+        assert await stage.updater.wait_until_copied(version(0)) == ""  # an older version, which nobody copies
+
+
+async def test_the_trainer_does_not_wait_for_a_slow_engine_longer_than_the_timeout(stage):
+    stage.engines.may_finish.clear()
+    stage.publish(version(1))
+    copied = asyncio.create_task(stage.updater.wait_until_copied(version(1)))
+    assert await is_waiting(copied)
+    stage.clock.now += 21
+    async with asyncio.timeout(10):
+        assert "http://engine did not copy p@0.1 within 20 s" in await copied
+
+
+@pytest.mark.parametrize("state", ["held", "dead", "failing"])
+async def test_the_trainer_does_not_wait_for_engines_that_will_not_copy(stage, state):
+    async with contextlib.AsyncExitStack() as stack:
+        if state == "held":  # the engines skip the version
+            await stack.enter_async_context(stage.updater.hold())
+            stage.publish(version(1))
+        elif state == "dead":
+            stage.engines.may_finish.clear()
+            stage.publish(version(1))
+            await stage.wait_until_called()
+            stage.engines.versions = {}
+        else:
+            async with open_stage(retry_delay=60.0) as stage:
+                stage.engines.failures = [ProviderError("no")]
+                stage.publish(version(1))
+                await stage.wait_until_called()
+                async with asyncio.timeout(10):
+                    assert await stage.updater.wait_until_copied(version(1)) == ""
+                return
+        async with asyncio.timeout(10):
+            assert await stage.updater.wait_until_copied(version(1)) == ""
+
+
+async def test_an_eval_that_begins_during_a_copy_does_not_end_the_wait(stage):
+    stage.engines.may_finish.clear()
+    stage.publish(version(1))
+    await stage.wait_until_called()
+
+    async def evaluate() -> None:
+        async with stage.updater.hold():
+            pass
+
+    holding = asyncio.create_task(evaluate())
+    copied = asyncio.create_task(stage.updater.wait_until_copied(version(1)))
+    assert await is_waiting(copied)
+    stage.engines.may_finish.set()
+    async with asyncio.timeout(10):
+        assert await copied == ""
+        await holding

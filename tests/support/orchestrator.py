@@ -132,4 +132,9 @@ class FakeEngines:
         await self.may_finish.wait()
         if self.failures:
             raise self.failures.pop(0)
+        self.versions = dict.fromkeys(self.versions, version)
         return [WeightUpdateAck("http://engine", version, 0.1)]
+
+    @property
+    def copying_versions(self) -> dict[str, PolicyVersion]:
+        return self.versions

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from ramify.core.errors import StorageFailed
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model import Manifest
-from ramify.model.weight_buffer import Announcement
+from ramify.model.shared_weights import Announcement
 from ramify.model.weights_manifest import verify_weights
 from ramify.trace import PolicyVersion
 from ramify.train.build import build_trainer
@@ -82,9 +82,9 @@ def test_the_published_config_has_the_dtype_of_the_weights_and_files_follow_the_
     assert modes == dict.fromkeys(modes, "0o640")
 
 
-def test_with_a_shared_buffer_a_version_is_announced_first_and_its_directory_follows(model, tmp_path):
+def test_with_shared_memory_a_version_is_announced_first_and_its_directory_follows(model, tmp_path):
     trainer = make_trainer(model)
-    publisher = make_publisher(model, tmp_path, share_buffer=True)
+    publisher = make_publisher(model, tmp_path, shares_memory=True)
     for step in (1, 2, 3):
         trainer.step(random_batches(1)[0])
         published = publisher.publish(trainer, 0, step)
@@ -101,7 +101,7 @@ def test_with_a_shared_buffer_a_version_is_announced_first_and_its_directory_fol
 
 def test_a_failure_to_write_in_the_background_is_raised_later(model, tmp_path):
     trainer, directory = make_trainer(model), tmp_path / "weights"
-    publisher = make_publisher(tmp_path / "missing", directory, share_buffer=True)
+    publisher = make_publisher(tmp_path / "missing", directory, shares_memory=True)
     directory.mkdir()
     (directory / "0-000002").symlink_to("nowhere")  # exists() is false, and the rename fails
     publisher.publish(trainer, 0, 2)
@@ -113,7 +113,7 @@ def test_a_failure_to_write_in_the_background_is_raised_later(model, tmp_path):
 
 
 def test_the_last_version_is_written_even_if_an_older_one_could_not_be(model, tmp_path):
-    publisher = make_publisher(model, tmp_path, share_buffer=True)
+    publisher = make_publisher(model, tmp_path, shares_memory=True)
     publisher._next_write_time = math.inf  # the version is only announced
     publisher.publish(make_trainer(model), 0, 2)
     publisher._directory_write = Future()
@@ -131,13 +131,13 @@ class FailingFirstRank(Ranks):
 
 def test_all_ranks_fail_if_the_first_cannot_write_the_last_version(model, tmp_path):
     ranks = FailingFirstRank(torch.device("cpu"), rank=1, world_size=2)
-    publisher = make_publisher(model, tmp_path, ranks=ranks, share_buffer=True)
+    publisher = make_publisher(model, tmp_path, ranks=ranks, shares_memory=True)
     with pytest.raises(StorageFailed, match="no space"):
         publisher.write_last_directory()
 
 
 def test_a_new_trainer_withdraws_what_an_earlier_one_announced(model, tmp_path):
-    publisher = make_publisher(model, tmp_path, share_buffer=True)
+    publisher = make_publisher(model, tmp_path, shares_memory=True)
     publisher.publish(make_trainer(model), 0, 1)
     publisher.write_last_directory()
     make_publisher(model, tmp_path, incarnation=1)

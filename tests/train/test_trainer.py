@@ -28,7 +28,7 @@ from ramify.train.optim import OptimizersContainer, compute_lr_factor, is_hidden
 from ramify.train.policy_model import load_policy
 from tests.support.training import CONFIGS, HYBRID, SINGLE_RANK, VOCAB, build_model, build_policy, copy_weights
 
-TIMINGS = ("train/seconds", "train/tokens_per_second", "train/mfu")
+TIMINGS = ("train/seconds", "train/copy_wait_seconds", "train/tokens_per_second", "train/mfu")
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ramify import __version__
-from ramify.core.errors import ModelNotFound, RequestInvalid, TemplateRefused
+from ramify.core.errors import ModelNotFound, RequestInvalid, TemplateRefused, WeightsMissing
 from ramify.infer.dialects.chat_format import parse_messages, parse_tool
 from ramify.infer.dialects.http_format import decode_body
 from ramify.infer.dialects.message_parser import MessageParser
@@ -154,9 +154,11 @@ def _decode_each(token_ids: list[int], renderer: Renderer) -> list[str]:
 
 
 async def health(_: HttpRequest, engine: Engine) -> Response:
-    """Return 200 if the engine can answer requests, also while it is paused."""
+    """Return 200 if the engine can answer requests, also while it is paused. Raises WeightsMissing."""
     if engine.failure is not None:
         return JSONResponse({"status": "failed", "reason": engine.failure.message}, 503)
+    if not engine.core.has_weights:
+        raise WeightsMissing("a weight update was interrupted; update the weights")
     return JSONResponse({"status": "paused" if engine.paused else "ok"})
 
 
@@ -186,6 +188,7 @@ def _format_model_card(engine: Engine, name: str, created: int) -> dict[str, Any
         "owned_by": "ramify",
         "max_model_len": engine.core.max_model_len,
         "version": engine.core.version._asdict(),
+        "copies_from_trainer": engine.core.config.copy_from_trainer,
         "operators": engine.core.runner.ops_description,
     }
 

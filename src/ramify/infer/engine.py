@@ -13,12 +13,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 
-from ramify.core.errors import DeadlineExceeded, ProviderError
+from ramify.core.errors import DeadlineExceeded, ProviderError, WeightsMissing
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore, KVSwapMode
 from ramify.infer.grammar import GrammarState
@@ -28,6 +29,8 @@ from ramify.infer.weight_loader import WeightLoader
 from ramify.model.images import ProcessedImage
 from ramify.model.load import load_engine_model
 from ramify.model.resolve import resolve_model_path
+from ramify.model.shared_weights import MemoryUnreadable
+from ramify.model.weights import StagedWeights
 from ramify.model.weights_manifest import MANIFEST_FILE, verify_weights
 from ramify.processes.training_lock import TrainingLock
 from ramify.run.fencing.token import FencingToken, TokenGate
@@ -119,7 +122,7 @@ class Engine:
         self._staging_lock = threading.Lock()
         self._token_gates = defaultdict[str, TokenGate](lambda: TokenGate("trainer"))  # by run
         self._weight_loader = WeightLoader(
-            core.model.module, core.config.weights_url, read_buffers=core.config.copy_from_trainer
+            core.model.module, core.config.weights_url, reads_memory=core.config.copy_from_trainer
         )
         self._training_lock = TrainingLock.from_environment()
         self._thread = threading.Thread(target=self._run, name="ramify-engine", daemon=True)
@@ -229,33 +232,44 @@ class Engine:
     async def update_weights(
         self, directory: Path, kv_mode: KVSwapMode = "recompute", *, run: str = ""
     ) -> PolicyVersion:
-        """Verify published weights while the engine runs, then swap them in between two steps.
+        """Swap in published weights between two steps, from the trainer's memory or from their directory.
 
-        Raises ProcessReplaced if weights of a newer trainer of the same run were applied before.
+        A directory is read and verified while the engine runs. A copy from the trainer's memory is verified afterwards:
+        if it broke off, the engine has no weights, and the directory is loaded instead. Raises ProcessReplaced if
+        weights of a newer trainer of the same run were applied before.
         """
 
-        def stage() -> Any:
+        def stage(reason: str) -> StagedWeights:
             if not self._staging_lock.acquire(timeout=STAGING_TIMEOUT):
                 raise DeadlineExceeded(f"another version was not staged within {STAGING_TIMEOUT:g} s: {directory}")
             try:
-                return self._weight_loader.stage(directory, run)
+                return self._weight_loader.stage(directory, run, unreadable_reason=reason)
             finally:
                 self._staging_lock.release()
 
+        async def stage_and_swap(reason: str = "") -> PolicyVersion:
+            try:
+                staged = await asyncio.wrap_future(_run_in_new_thread(partial(stage, reason)))
+            except Exception:
+                self.core.counters.swaps_refused += 1
+                raise
+
+            def swap() -> None:
+                start = time.perf_counter()
+                self._check_trainer(run, staged.version)
+                if staged.checksum is not None:
+                    self._weight_loader.check_announced(directory)
+                self.core.swap_weights(staged, kv_mode)
+                self.swap_seconds = time.perf_counter() - start
+
+            await self._run_command(swap)
+            return staged.version
+
         try:
-            staged = await asyncio.wrap_future(_run_in_new_thread(stage))
-        except Exception:
-            self.core.counters.swaps_refused += 1
-            raise
-
-        def swap() -> None:
-            start = time.perf_counter()
-            self._check_trainer(run, staged.version)
-            self.core.swap_weights(staged, kv_mode)
-            self.swap_seconds = time.perf_counter() - start
-
-        await self._run_command(swap)
-        return staged.version
+            return await stage_and_swap()
+        except (MemoryUnreadable, WeightsMissing) as error:
+            reason = str(error)
+        return await stage_and_swap(reason)
 
     def _check_trainer(self, run: str, version: PolicyVersion) -> None:
         """Raise ProcessReplaced if the trainer of these weights was replaced; call it in the engine's thread."""
@@ -295,7 +309,8 @@ class Engine:
             while not self._closing:
                 self._drain_queues()
                 is_training = self._training_lock.should_wait()
-                if self.core.has_unfinished_requests and not self.paused and not is_training:
+                is_waiting = is_training or self.paused or not self.core.has_weights
+                if self.core.has_unfinished_requests and not is_waiting:
                     self._notify_streams(self.core.step())
                 else:
                     self._notify_streams(self.core.expire_requests() + self.core.flush_outputs())

@@ -37,7 +37,7 @@ from ramify.infer.scheduler import ScheduledChunk, Scheduler
 from ramify.model.load import LoadedModel
 from ramify.model.logprob_check import compute_logprobs
 from ramify.model.weights import StagedWeights, apply_weights, get_untied_tensors
-from ramify.trace.version import PolicyVersion
+from ramify.trace.version import UNDEFINED_POLICY, PolicyVersion
 
 KVSwapMode = Literal["recompute", "keep"]
 DEADLINE_CHECK_INTERVAL = 0.2  # seconds
@@ -331,7 +331,8 @@ class EngineCore:
         """Change the weights between two steps. New requests never use keys and values of older weights.
 
         With `recompute`, running requests are recomputed with the tokens they have; with `keep`, they continue with
-        their keys and values, which no other request can use.
+        their keys and values, which no other request can use. If the copy fails, the engine has no weights: the
+        failure is raised, requests are kept, and no step may run until another swap succeeds.
         """
         self.finish_launched_step()
         running = list(self.scheduler.running)
@@ -344,9 +345,15 @@ class EngineCore:
         self.pool.reset_prefix_cache(self.scheduler.running)
         if self.runner.image_encoder is not None and self._tower_changes(staged):
             self.runner.image_encoder.clear()
+        self.version = self.scheduler.version = PolicyVersion(UNDEFINED_POLICY)
         apply_weights(self.model.module, staged)
         self.version = self.scheduler.version = staged.version
         self.counters.swaps += 1
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are complete; otherwise a swap has failed."""
+        return self.version.policy != UNDEFINED_POLICY
 
     def _tower_changes(self, staged: StagedWeights) -> bool:
         """Return whether the staged weights of the vision tower differ from the current ones."""

@@ -1,4 +1,4 @@
-"""Staging of published weights: from the buffer of the trainer that announced them, or from their directory."""
+"""Staging of published weights: in the memory of the trainer that announced them, or from their directory."""
 
 import time
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from ramify.core.errors import DeadlineExceeded, WeightsReplaced
 from ramify.model.remote_weights import fetch_weights
-from ramify.model.weight_buffer import Announcement, BufferUnreadable, WeightBufferReader
+from ramify.model.shared_weights import Announcement, MemoryUnreadable, SharedWeightsReader, check_current
 from ramify.model.weights import StagedWeights, stage_weights
 from ramify.model.weights_manifest import MANIFEST_FILE
 
@@ -17,19 +17,20 @@ POLL_INTERVAL = 0.05
 class WeightLoader:
     """Stages published versions for one model. Those without a directory on this node are fetched from `url`.
 
-    Without `read_buffers`, announced versions are read from their directories, too.
+    Unless it `reads_memory`, announced versions are read from their directories, too.
     """
 
-    def __init__(self, module: Any, url: str | None = None, *, read_buffers: bool = True) -> None:
-        self._module, self._url, self._read_buffers = module, url, read_buffers
-        self._buffer_reader = WeightBufferReader()
+    def __init__(self, module: Any, url: str | None = None, *, reads_memory: bool = True) -> None:
+        self._module, self._url = module, url
+        self._unreadable_reason = "" if reads_memory else "this engine reads directories"
+        self._memory_reader = SharedWeightsReader()
 
-    def stage(self, directory: Path, run: str = "") -> StagedWeights:
-        """Read and verify the version of `directory` for the model, which is not changed; `run` is the id of its run.
+    def stage(self, directory: Path, run: str = "", *, unreadable_reason: str = "") -> StagedWeights:
+        """Find the version of `directory` for the model, which is not changed; `run` is the id of its run.
 
-        If the version is announced but its buffer cannot be read, as on another GPU or after the trainer has died, wait
-        for the directory. Raises WeightsRefused, WeightsReplaced, DeadlineExceeded after DIRECTORY_TIMEOUT, or
-        ProviderError if it cannot be fetched.
+        If the version is announced but the trainer's memory cannot be read, as on another GPU, after the trainer has
+        died, or for an `unreadable_reason` that the caller knows, wait for the directory. Raises WeightsRefused,
+        WeightsReplaced, DeadlineExceeded after DIRECTORY_TIMEOUT, or ProviderError if it cannot be fetched.
         """
         if self._url is not None and not directory.is_dir():
             directory = fetch_weights(directory.name, self._url, run)
@@ -38,18 +39,25 @@ class WeightLoader:
             return stage_weights(directory, self._module)
         if announcement.directory != directory.name:
             raise _make_replaced_error(directory, announcement)
-        reason = "this engine reads directories"
-        if self._read_buffers:
+        reason = unreadable_reason or self._unreadable_reason
+        if not reason:
             try:
-                return self._buffer_reader.stage(announcement, self._module)
-            except BufferUnreadable as error:
-                reason = str(error)  # its traceback would keep a copy of the weights
+                return self._memory_reader.stage(announcement, self._module)
+            except MemoryUnreadable as error:
+                reason = str(error)
         _wait_for_directory(directory, reason)
         return stage_weights(directory, self._module)
 
+    def check_announced(self, directory: Path) -> None:
+        """Raise MemoryUnreadable unless the trainer's memory holds the version of `directory`."""
+        announcement = Announcement.read(directory)
+        if announcement is None or announcement.directory != directory.name:
+            raise MemoryUnreadable("the trainer has announced another version")
+        check_current(announcement)
+
 
 def _wait_for_directory(directory: Path, reason: str) -> None:
-    """Wait until a version is written; `reason` says why its buffer is not used."""
+    """Wait until a version is written; `reason` says why the trainer's memory is not used."""
     deadline = time.monotonic() + DIRECTORY_TIMEOUT
     while not (directory / MANIFEST_FILE).is_file():
         announcement = Announcement.read(directory)

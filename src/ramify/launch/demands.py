@@ -20,7 +20,7 @@ from ramify.core.names import format_count, suggest
 from ramify.infer.config import EngineConfig, ExternalServersConfig, VLLMConfig
 from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode
 from ramify.launch.machine import GIB, Device, uses_gpu
-from ramify.launch.memory import PROCESS_BASE_BYTES, count_buffer_bytes, estimate_engine, estimate_trainer
+from ramify.launch.memory import PROCESS_BASE_BYTES, count_host_copy_bytes, estimate_engine, estimate_trainer
 from ramify.launch.placement import ProcessDemand
 from ramify.model.image_support import find_rank_problem, is_vision_model
 from ramify.orchestrate.address_book import MODEL_PREFIX
@@ -278,7 +278,7 @@ class _DemandBuilder:
         placement, division = self.config.cluster.trainer, self.division
         size, gpus, num_ranks = division.find_size(self.config.model.name), division.gpus_per_rank, division.num_ranks
         estimate = size and estimate_trainer(self.config, size, gpu=bool(gpus), num_ranks=num_ranks)
-        pinned_bytes = count_buffer_bytes(self.config, size, gpu=True) if size and gpus else 0
+        pinned_bytes = count_host_copy_bytes(self.config, size, gpu=True) if size and gpus else 0
         group = TRAINER_GROUP if division.is_shared else ""
         demand = self._build_demand(TRAINER, "cluster.trainer", placement, gpus, estimate, group=group)
         return dataclasses.replace(demand, num_ranks=num_ranks, memory=demand.memory + pinned_bytes)

@@ -30,24 +30,27 @@ def choose_transport(config: RunConfig, placement: RunPlacement) -> str:
     """Return `weights.transport` with `auto` replaced. Raises ConfigInvalid if `ipc` is not possible."""
     transport, engines = config.weights.transport, placement.list_names(ENGINE_PREFIX)
     is_native = isinstance(config.inference, EngineConfig)
-    beside = [name for name in engines if is_native and is_beside_trainer(name, placement)]
+    num_ranks = placement.get_demand(TRAINER).num_ranks
+    can_share = is_native and num_ranks == 1  # weights of several ranks are sharded
+    beside = [name for name in engines if can_share and is_beside_trainer(name, placement)]
     if config.weights.shares_memory and not beside:
         needed = "a native engine that the run starts, on the same GPU as the trainer"
+        needed = needed if num_ranks == 1 else f"a trainer with one rank, not {num_ranks}"
         raise ConfigInvalid(f"{transport!r} needs {needed}; use 'auto', 'disk' or 'shm'", key="weights.transport")
     if transport not in ("auto", "ipc") or (transport == "ipc" and len(beside) == len(engines)):
         return transport
     directory = "shm" if _has_room_in_memory(config, placement) else "disk"
-    with_buffer = "ipc" if len(beside) == len(engines) else f"ipc+{directory}"
+    shared = "ipc" if len(beside) == len(engines) else f"ipc+{directory}"
     if transport == "ipc":
-        return with_buffer
+        return shared
     if not beside or not placement.get_demand(TRAINER).gpus:
         return directory
-    weights = config.weights.model_copy(update={"transport": with_buffer})
-    return with_buffer if fits(config.model_copy(update={"weights": weights}), placement.nodes) else directory
+    weights = config.weights.model_copy(update={"transport": shared})
+    return shared if fits(config.model_copy(update={"weights": weights}), placement.nodes) else directory
 
 
 def is_beside_trainer(name: str, placement: RunPlacement) -> bool:
-    """Return whether an engine can copy weights from the memory of the trainer's first rank."""
+    """Return whether an engine is on the device of the trainer's first rank."""
     (place, *_), (engine_place, *_) = placement.places[TRAINER], placement.places[name]
     return place == engine_place if place.gpus or engine_place.gpus else place.node == engine_place.node
 

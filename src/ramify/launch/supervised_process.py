@@ -277,15 +277,18 @@ def build_gang_variables(slots: Sequence[ProcessSlot], token: FencingToken) -> l
     return variables
 
 
-async def is_responding(address: str, *, timeout: float = RESPONSE_TIMEOUT) -> bool:
-    """Return whether `http://...` replies with status 200, or `tcp://...` accepts, within `timeout` seconds."""
+async def is_responding(address: str, *, timeout: float = RESPONSE_TIMEOUT, any_status: bool = False) -> bool:
+    """Return whether `http://...` replies with status 200, or `tcp://...` accepts, within `timeout` seconds.
+
+    With `any_status`, an HTTP server may also reply that it is not ready.
+    """
     if not address.startswith("http"):
         return await is_listening(address, timeout=timeout)
     from ramify.infer.client.http_client import HttpClient, RequestFailed  # loaded only where an HTTP address is probed
 
     try:
         async with asyncio.timeout(timeout), HttpClient(address, connect_timeout=timeout, max_connections=1) as http:
-            return (await http.request("GET", "")).status == 200
+            return (await http.request("GET", "")).status == 200 or any_status
     except (RequestFailed, TimeoutError):
         return False
 
@@ -311,7 +314,7 @@ async def wait_for_silence(
     while True:
         await asyncio.sleep(interval)
         requested_at = time.monotonic()
-        if await is_responding(address, timeout=interval):
+        if await is_responding(address, timeout=interval, any_status=True):
             num_unanswered = 0
         else:
             num_unanswered += 1

@@ -4,6 +4,8 @@ A version is a directory of safetensors files with a manifest that names it and 
 written to a temporary directory and renamed, so a reader sees all of it or nothing. `stage_weights` checks every file
 before it reads it, and every tensor by name and shape; only then does `apply_weights` copy the tensors into the running
 model. A bad directory therefore changes nothing.
+
+Tensors in a trainer's memory (`ramify.model.shared_weights`) are not staged, but verified after they were copied.
 """
 
 import json
@@ -11,7 +13,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ramify.core.errors import WeightsRefused
+from ramify.core.errors import WeightsMissing, WeightsRefused
 from ramify.core.files import create_directory, fsync_path, write_and_fsync
 from ramify.core.watchdog import watch_storage
 from ramify.model.device_copy import use_own_stream
@@ -46,12 +48,20 @@ MODEL_FILES = (
 )
 
 
+CHECKSUM_WORDS = 1 << 22  # that are summed at a time
+CHECKSUM_FACTOR = 0x5851F42D4C957F2D  # odd, so that the order of the parts matters
+
+
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """Verified weights in memory, ready to be copied into the model that they were verified for."""
+    """Weights in memory, ready to be copied into the model whose names and shapes they have.
+
+    `checksum` is set if they are in another process's memory: what was copied is then verified.
+    """
 
     version: PolicyVersion
     tensors: Mapping[str, Tensor]
+    checksum: tuple[int, int] | None = None
 
 
 def publish_weights(
@@ -170,10 +180,50 @@ def has_room_for_staging(num_bytes: int, device: torch.device) -> bool:
 
 
 def apply_weights(module: Any, staged: StagedWeights) -> None:
-    """Copy staged weights into the model, in place: every view of a parameter changes with it."""
+    """Copy staged weights into the model, in place: every view of a parameter changes with it.
+
+    Raises WeightsMissing if the checksum differs; the model then holds a mixture of versions.
+    """
     with torch.no_grad():
-        for name, tensor in get_untied_tensors(module).items():
-            tensor.copy_(staged.tensors[name], non_blocking=True)
+        copies = _copy_tensors(get_untied_tensors(module), staged.tensors)
+        if staged.checksum is None:
+            for _ in copies:
+                pass
+            return
+        try:
+            checksum = compute_tensor_checksum(copies)
+        except RuntimeError as error:
+            raise WeightsMissing(f"{staged.version} could not be copied from the trainer: {error}") from error
+        if checksum != staged.checksum:
+            raise WeightsMissing(f"the trainer has changed its memory while {staged.version} was copied")
+
+
+def _copy_tensors(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Copy the sources in the order of their names, and yield what was read of each, in its own dtype."""
+    for name in sorted(targets):
+        target, source = targets[name], sources[name]
+        if target.dtype == source.dtype:
+            yield target.copy_(source, non_blocking=True)
+        else:
+            copied = source.clone()
+            target.copy_(copied, non_blocking=True)
+            yield copied
+
+
+def compute_tensor_checksum(tensors: Iterable[Tensor]) -> tuple[int, int]:
+    """Return the sum of the 8-byte words of tensors and a sum weighted by position, modulo 2^64, on their device."""
+    total: Tensor | None = None
+    for tensor in tensors:
+        data = tensor.contiguous().flatten().view(torch.uint8)
+        if data.nbytes % 8 or data.storage_offset() % 8:
+            data = torch.cat([data, data.new_zeros(-data.nbytes % 8)])
+        words = data.view(torch.int64)
+        weights = torch.arange(1, 2 * min(CHECKSUM_WORDS, len(words)) + 1, 2, device=data.device)
+        total = torch.zeros(2, dtype=torch.int64, device=data.device) if total is None else total
+        for part in words.split(CHECKSUM_WORDS):
+            total = total * CHECKSUM_FACTOR + torch.stack([part.sum(), (part * weights[: len(part)]).sum()])
+    first, second = (0, 0) if total is None else total.tolist()
+    return first, second
 
 
 def _read_verified(path: Path, digest: str) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from ramify.train.batch_codec import encode_batch
 from ramify.train.protocol import (
     BatchRequest,
     CheckpointRequest,
+    CopiedRequest,
     PublishedRequest,
     RegisterReply,
     RegisterRequest,
@@ -80,6 +81,7 @@ class TrainerService:
             "batch": self.handle_batch,
             "trained": self.handle_trained,
             "published": self.handle_published,
+            "copied": self.handle_copied,
             "checkpoint": self.handle_checkpoint,
             "unsaved": self.handle_unsaved,
         }
@@ -172,6 +174,12 @@ class TrainerService:
         self._check_registered(request.incarnation)
         self._weight_updater.request_update(PolicyVersion(*request.version), Path(request.path))
         return WireMessage.encode([tuple(version) for version in self._weight_updater.versions_in_use])
+
+    async def handle_copied(self, message: IncomingRequest) -> WireMessage:
+        """Reply when no engine copies a version from the trainer's memory, or say which have not copied it in time."""
+        request = message.decode(CopiedRequest)
+        self._check_registered(request.incarnation)
+        return WireMessage.encode(await self._weight_updater.wait_until_copied(PolicyVersion(*request.version)))
 
     async def handle_checkpoint(self, message: IncomingRequest) -> WireMessage:
         """Commit the version of a saved checkpoint."""

@@ -5,6 +5,10 @@ weights: updates then wait until its rollouts are done, while training continues
 engine is up, a newer version cancels the update that waits, and so does a replaced trainer: its weights may exist only
 in its memory. While an engine is up, an update is not cancelled, because the weights of that engine would be unknown: a
 newer one waits for it, and each engine has the client's `control_timeout` to apply it.
+
+Engines may copy a version from the trainer's memory, which the trainer must not change meanwhile: it may when
+`wait_until_copied` returns. While an eval holds the weights, no engine copies, so the trainer continues; the engines
+then skip that version.
 """
 
 import asyncio
@@ -25,6 +29,10 @@ class UpdateSettings:
 
     retry_delay: float = 1.0  # seconds before a failed update is retried
     timeout: float = 600.0  # seconds of failed updates after which the run ends
+    copy_timeout: float = 20.0  # seconds that the trainer waits for engines that copy from its memory
+
+
+COPY_POLL_INTERVAL = 0.005
 
 
 class WeightUpdater:
@@ -88,6 +96,27 @@ class WeightUpdater:
         """Versions that must stay on disk: served, being applied, and pending."""
         pending = self._pending_update[0] if self._pending_update else None
         return [version for version in (self.served_version, self._applying_version, pending) if version is not None]
+
+    async def wait_until_copied(self, version: PolicyVersion) -> str:
+        """Wait until no engine copies a version from the trainer's memory, nor is about to.
+
+        Return "", or which engines have not copied it within the settings' `copy_timeout`.
+        """
+        deadline = self._clock() + self._settings.copy_timeout
+        while urls := self._list_copying(version):
+            if self._clock() >= deadline:
+                timeout = f"{self._settings.copy_timeout:g} s"
+                return f"{', '.join(urls)} did not copy {version} within {timeout}; its weights change now"
+            await asyncio.sleep(COPY_POLL_INTERVAL)
+        return ""
+
+    def _list_copying(self, version: PolicyVersion) -> list[str]:
+        """Return the engines that are up and will copy a version, by URL."""
+        is_pending = self._pending_update is not None and self._pending_update[0] == version
+        will_be_applied = is_pending and not self.is_held and self._failing_since is None
+        if self._applying_version != version and not will_be_applied:
+            return []
+        return [url for url, copied in self._client.copying_versions.items() if copied != version]
 
     @property
     def is_held(self) -> bool:

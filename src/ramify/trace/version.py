@@ -6,6 +6,8 @@ identify them; the incarnation does.
 
 from typing import NamedTuple
 
+UNDEFINED_POLICY = "undefined"  # of a server whose weights are incomplete: an update was interrupted
+
 
 class PolicyVersion(NamedTuple):
     """The name of one set of weights. Equal versions are equal weights."""

@@ -44,6 +44,10 @@ class BatchSource(Protocol):
         """Report that a version can be loaded; returns those that engines still need, None if unknown."""
         return None
 
+    def wait_until_copied(self, version: PolicyVersion) -> str:
+        """Wait until no engine copies a version from the trainer's memory; returns which have not done so in time."""
+        return ""
+
     def commit_checkpoint(self, step: int, directory: str, digest: str) -> None:
         """Report that the checkpoint after `step` steps is complete; it is the end of the history on return."""
 

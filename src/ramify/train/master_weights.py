@@ -106,7 +106,7 @@ class MasterWeights:
     @torch.no_grad()
     def joined(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Inside the block, these parameters are float32 and have their gradients; then they are split again."""
-        split = [parameter for parameter in parameters if parameter in self._remainders]
+        split = {parameter: parameter.data for parameter in parameters if parameter in self._remainders}
         for parameter in split:
             parameter.data = join_float32(parameter.data, self._remainders[parameter])
             gradient = self._gradients.get(parameter)
@@ -114,9 +114,10 @@ class MasterWeights:
         try:
             yield
         finally:
-            for parameter in split:
+            for parameter, upper in split.items():  # their memory stays the same: engines copy from it
                 parameter.grad = None
-                parameter.data, remainder = split_float32(parameter.data)
+                values, remainder = split_float32(parameter.data)
+                parameter.data = upper.copy_(values)
                 self._remainders[parameter].copy_(remainder)
 
     def zero_grad(self, *, num_packs: int = 1) -> None:

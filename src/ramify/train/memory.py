@@ -109,11 +109,11 @@ def _count_state_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
 
 
 def estimate_rank(
-    trainer: TrainerConfig, model: ModelSize, *, gpu: bool, num_ranks: int = 1, buffer_bytes: int = 0
+    trainer: TrainerConfig, model: ModelSize, *, gpu: bool, num_ranks: int = 1, copy_bytes: int = 0
 ) -> int:
     """Estimate the memory of one rank: its share of the weights and of the optimizer's state, and activations.
 
-    `buffer_bytes` are for a buffer from which engines copy weights.
+    `copy_bytes` are for a copy of the published weights.
     """
     element_bytes = get_element_bytes(trainer.dtype, gpu)
     num_trained = count_trained(trainer, model)
@@ -126,7 +126,7 @@ def estimate_rank(
     saved_elements = (model.num_layers - num_recomputed) * layer_elements
     if num_recomputed:
         saved_elements += num_recomputed * model.hidden_size + layer_elements
-    state_bytes = state_bytes // num_ranks + buffer_bytes
+    state_bytes = state_bytes // num_ranks + copy_bytes
     return add_margin(TORCH_BASE_BYTES + state_bytes + trainer.max_pack_tokens * saved_elements * element_bytes)
 
 

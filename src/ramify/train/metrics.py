@@ -231,6 +231,7 @@ class StepMetrics:
     lr: float
     skipped: bool  # whether the gradient was not finite, so that the weights did not change
     seconds: float
+    wait_seconds: float  # in which the host waited for engines that copied the weights
     peak_flops: float | None  # of the devices of all ranks, per second; None if unknown
     sums: MetricSums
 
@@ -262,6 +263,7 @@ class StepMetrics:
             "train/lr": self.lr,
             "train/skipped": float(self.skipped),
             "train/seconds": self.seconds,
+            "train/copy_wait_seconds": self.wait_seconds,
             "train/tokens_per_second": self.tokens_per_second,
             "forest/tokens": float(self.sums.tokens),
             "forest/padding": float(self.sums.padding),

@@ -59,6 +59,15 @@ class PublishedRequest(RankRequest, frozen=True, kw_only=True):
     path: str
 
 
+class CopiedRequest(RankRequest, frozen=True, kw_only=True):
+    """`copied`: the trainer is about to change its weights, which engines copy from its memory.
+
+    The reply comes once none copies the version, and is empty; or it says which engines have not copied it in time.
+    """
+
+    version: tuple[str, int, int]
+
+
 class CheckpointRequest(RankRequest, frozen=True, kw_only=True):
     """`checkpoint`: the checkpoint of `step` is complete; the reply comes once it is the end of the history."""
 

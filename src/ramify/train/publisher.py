@@ -2,7 +2,7 @@
 
 `ramify.model.publish_weights` writes a version: safetensors, a manifest with checksums, the model's small files, and
 one atomic rename. On one host the directory may be in shared memory (`transport = "shm"`). Engines on the trainer's GPU
-may copy the tensors from its memory instead (`transport = "ipc"`, `ramify.model.weight_buffer`); the directory is then
+may copy the trainer's own tensors instead (`transport = "ipc"`, `ramify.model.shared_weights`); the directory is then
 written in the background. An engine may still be reading an older version, so versions are removed only when the
 orchestrator, which knows the engines, no longer needs them.
 """
@@ -10,7 +10,6 @@ orchestrator, which knows the engines, no longer needs them.
 import contextlib
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,7 @@ from ramify.model import publish_weights
 from ramify.model.lora import is_adapter_weight, iter_base_weights, merge_adapter
 from ramify.model.remote_weights import remove_uploaded_weights, upload_weights
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN
-from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
+from ramify.model.shared_weights import SharedWeights, remove_announcements
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.run.store import storage_call, wrap_storage_errors
 from ramify.trace import PolicyVersion
@@ -52,10 +51,12 @@ class WeightPublisher:
     """Publishes the weights of a trainer below `directory`, in `dtype`, as versions of `policy`.
 
     `base_model` is the model directory that the small files are copied from. `incarnation` is the trainer's: versions
-    of a later one, which has replaced it, are never removed. If `share_buffer`, every version is announced in a
-    `WeightBuffer`, and directories follow in the background: for every version if `write_every_version`, otherwise for
-    as many as take a tenth of the time. If there is a `url`, every directory is copied there. `warn` receives one line
-    for each failure that does not end the training.
+    of a later one, which has replaced it, are never removed. If it `shares_memory`, every version is announced, so that
+    engines copy it from the trainer's tensors, and `withdraw` must be called before these change; directories follow in
+    the background: for every version if `write_every_version`, otherwise for as many as take a tenth of the time.
+    `wait_until_copied` waits for these engines and returns which were too slow. The weights of several ranks are
+    sharded, so they are not shared. If there is a `url`, every directory is copied there. `warn` receives one line for
+    each failure that does not end the training.
     """
 
     def __init__(
@@ -67,23 +68,24 @@ class WeightPublisher:
         base_model: Path,
         dtype: torch.dtype,
         incarnation: int = 0,
-        share_buffer: bool = False,
+        shares_memory: bool = False,
+        wait_until_copied: Callable[[PolicyVersion], str] = lambda version: "",
         write_every_version: bool = False,
         url: str | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.directory, self.ranks, self.policy, self.incarnation = directory, ranks, policy, incarnation
-        self.base_model, self.dtype, self.share_buffer, self.url = base_model, dtype, share_buffer, url
-        self._warn, self._write_every_version = warn, write_every_version
-        self._buffer: WeightBuffer | None = None
+        self.base_model, self.dtype, self.url = base_model, dtype, url
+        self._warn, self._wait_until_copied, self._write_every_version = warn, wait_until_copied, write_every_version
+        self._shares_memory = shares_memory and ranks.world_size == 1
+        self._shared: SharedWeights | None = None
         self._executor = ThreadPoolExecutor(1, "publisher")
         self._directory_write: Future[None] | None = None
         self._next_write_time = 0.0
-        self._buffer_lock = threading.Lock()  # held while the buffer is filled or copied
         self._announced: tuple[PolicyVersion, Path] | None = None
         self._written_version: PolicyVersion | None = None
         if ranks.is_first:
-            withdraw_announcements(directory, incarnation)
+            remove_announcements(directory, incarnation)
         for partial_path in directory.glob(".*") if ranks.is_first else ():
             match = _PARTIAL_PATTERN.match(partial_path.name)
             if match is None or FencingToken.parse(match[1]).number <= incarnation:
@@ -92,30 +94,42 @@ class WeightPublisher:
     def publish(self, trainer: Trainer, incarnation: int, step: int) -> PublishedWeights:
         """Publish the weights after `step` steps. A collective: every rank must call it.
 
-        Raises StorageFull or StorageFailed; with a shared buffer, also if an earlier version could not be written.
+        Raises StorageFull or StorageFailed; with shared memory, also if an earlier version could not be written.
         """
         started = time.perf_counter()
         version = PolicyVersion(self.policy, incarnation, step)
         path = self.path_for(incarnation, step)
         with self.ranks.raise_together():
             if self._directory_write is not None and (self._write_every_version or self._directory_write.done()):
-                self._join_write()  # engines still read the version that the buffer no longer holds
+                self._join_write()
         with watch_storage(path):
             is_writer = self.ranks.is_first and not path.exists()
-        with self._buffer_lock:
-            tensors = self._gather_weights(trainer, is_writer=is_writer)
-            with self.ranks.raise_together():
-                if is_writer and self._buffer is not None:
-                    with storage_call(self.directory):
-                        self._buffer.announce(version, path.name)
-                    self._announced = (version, path)
-                elif is_writer:
-                    self._write(path, tensors, version)
-        is_due = self._write_every_version or time.monotonic() >= self._next_write_time
-        if self._announced and self._directory_write is None and is_due:
-            self._directory_write = self._executor.submit(self._write_announced)
+        tensors = self._gather_weights(trainer, is_writer=is_writer)
+        with self.ranks.raise_together():
+            if is_writer and self._shared is not None:
+                with storage_call(self.directory):
+                    self._shared.announce(version, path.name)
+                self._announced = (version, path)
+                is_due = self._write_every_version or time.monotonic() >= self._next_write_time
+                if self._directory_write is None and is_due:
+                    host_tensors = self._shared.start_host_copy()
+                    self._directory_write = self._executor.submit(self._write_announced, path, host_tensors, version)
+            elif is_writer:
+                self._write(path, tensors, version)
         size = sum(tensor.nbytes for tensor in tensors.values())
         return PublishedWeights(version, path, time.perf_counter() - started, size)
+
+    def withdraw(self) -> None:
+        """Withdraw the announced version, because the weights are about to change.
+
+        Engines that copy them have time to finish; one that is slower has to load the version's directory.
+        """
+        if self._shared is None:
+            return
+        if (version := self._shared.announced_version) is not None and (problem := self._wait_until_copied(version)):
+            self._warn(problem)
+        with storage_call(self.directory):
+            self._shared.withdraw()
 
     def write_last_directory(self) -> None:
         """Complete the directory of the last version, if it was only announced. A collective.
@@ -123,10 +137,12 @@ class WeightPublisher:
         Raises StorageFull or StorageFailed if the last version cannot be written.
         """
         with self.ranks.raise_together():
-            if self._announced is not None:
+            if self._announced is not None and self._shared is not None:
                 with contextlib.suppress(StorageFull, StorageFailed):  # of an older version
                     self._join_write()
-                self._write_announced()
+                version, path = self._announced
+                if version != self._written_version:
+                    self._write_announced(path, self._shared.start_host_copy(), version)
 
     def _join_write(self) -> None:
         """Wait until nothing is written in the background. Raises the failure of that write."""
@@ -135,29 +151,25 @@ class WeightPublisher:
             write.result()
 
     def _gather_weights(self, trainer: Trainer, *, is_writer: bool) -> Mapping[str, Tensor]:
-        """Return the weights on the rank that writes them, in host memory or in the buffer. A collective."""
-        if is_writer and self._buffer is not None:
-            for name, tensor in iter_merged_weights(trainer):
-                self._buffer.tensors[name].copy_(tensor)
-            return self._buffer.tensors
-        device = trainer.device if self.share_buffer else "cpu"
-        tensors = {name: tensor.to(self.dtype).to(device) for name, tensor in iter_merged_weights(trainer) if is_writer}
-        if is_writer and self.share_buffer:
+        """Return the weights on the rank that writes them, in host memory or shared. A collective."""
+        weights = ((name, tensor.to(self.dtype)) for name, tensor in iter_merged_weights(trainer))
+        if self._shared is not None:
+            self.withdraw()
+            self._shared.refill(weights)
+            return self._shared.tensors
+        device = trainer.device if self._shares_memory else "cpu"
+        tensors = {name: tensor.to(device) for name, tensor in weights if is_writer}
+        if is_writer and self._shares_memory:
             with storage_call(self.directory):
-                self._buffer = WeightBuffer(tensors, self.directory, self.incarnation)
+                self._shared = SharedWeights(tensors, trainer.policy.model, self.directory, self.incarnation)
         return tensors
 
-    def _write_announced(self) -> None:
-        """Write the newest announced version to its directory, unless it is there."""
-        assert self._buffer is not None
-        assert self._announced is not None
+    def _write_announced(self, path: Path, host_tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        """Write an announced version, which is being copied to host memory, to its directory."""
+        assert self._shared is not None
         started = time.monotonic()
-        with self._buffer_lock:
-            version, path = self._announced
-            if version == self._written_version:
-                return
-            tensors = self._buffer.copy_to_host()
-        self._write(path, tensors, version)
+        self._shared.finish_host_copy()
+        self._write(path, host_tensors, version)
         self._written_version = version
         self._next_write_time = started + (time.monotonic() - started) / MAX_WRITE_SHARE
 

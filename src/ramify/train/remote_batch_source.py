@@ -26,6 +26,7 @@ from ramify.train.batch_source import BatchRecording, BatchSource
 from ramify.train.protocol import (
     BatchRequest,
     CheckpointRequest,
+    CopiedRequest,
     PublishedRequest,
     RegisterReply,
     RegisterRequest,
@@ -113,6 +114,16 @@ class RemoteBatchSource(BatchSource):
         reply_type: Any = list[PolicyVersion] | None
         self._last_published = PublishedRequest(**self._sender, version=version, path=str(path))
         return self._call_with_retries("published", self._last_published).decode(reply_type)
+
+    def wait_until_copied(self, version: PolicyVersion) -> str:
+        """Ask the orchestrator until no engine copies a version; return which have not done so in time."""
+        request = CopiedRequest(**self._sender, version=version)
+        try:
+            return self._call_with_retries("copied", request).decode(str)
+        except DeadlineExceeded as error:
+            if self.should_stop():
+                return str(error)
+            raise
 
     def commit_checkpoint(self, step: int, directory: str, digest: str) -> None:
         """Report that the checkpoint of a step is complete."""

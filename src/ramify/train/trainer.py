@@ -37,7 +37,8 @@ class Trainer:
 
     `total_steps` is the length of the run, for schedules that need it; the policy computes in `dtype`; `merge_sums`
     adds up the metric sums of all `num_ranks` ranks; `load_image` returns the processed image of a media entry.
-    `token_stats`, if given, gets logprob and entropy of every trained token.
+    `token_stats`, if given, gets logprob and entropy of every trained token. `before_update` is called in every step
+    before the weights change: engines may be copying them.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Trainer:
     ) -> None:
         self.policy, self.config, self.merge_sums = policy, config, merge_sums
         self.load_image, self.token_stats = load_image, token_stats
+        self.before_update: Callable[[], None] = lambda: None
         self.master_weights = MasterWeights(policy, dtype)
         self.optimizer = OptimizersContainer(self.master_weights, config.optim, total_steps)
         self.device = next(policy.parameters()).device
@@ -70,12 +72,15 @@ class Trainer:
         """Launch one step without waiting for the device."""
         started = DeviceTimestamp(self.device)
         accumulator = self.forward_backward(batch)
+        waiting_since = time.perf_counter()
+        self.before_update()
+        wait_seconds = time.perf_counter() - waiting_since
         grad_norm, learning_rate = self.optimizer_step(batch.step)
         grad_norm = grad_norm.to(self.device, torch.float64).reshape(1)  # torch's norm of no gradients is on the CPU
         device_values = torch.cat([grad_norm, accumulator.flatten_device_values(self.device)])
         device_values = device_values.to("cpu", non_blocking=True)
         ended = DeviceTimestamp(self.device)
-        return PendingStep(self, accumulator, learning_rate, device_values, started, ended)
+        return PendingStep(self, accumulator, learning_rate, wait_seconds, device_values, started, ended)
 
     def forward_backward(self, batch: Batch) -> MetricAccumulator:
         """Run forward and backward over the packs, leaving their summed gradients with the master weights."""
@@ -144,6 +149,7 @@ class PendingStep:
     trainer: Trainer
     accumulator: MetricAccumulator
     learning_rate: float
+    wait_seconds: float
     device_values: Tensor  # the gradient norm and the accumulator's device values, being copied to the host
     started: "DeviceTimestamp"
     ended: "DeviceTimestamp"
@@ -167,6 +173,7 @@ class PendingStep:
             lr=0.0 if skipped else self.learning_rate,
             skipped=skipped,
             seconds=seconds,
+            wait_seconds=self.wait_seconds,
             peak_flops=self.trainer.peak_flops,
             sums=sums,
         )

@@ -88,6 +88,7 @@ class TrainerProcess:
                 checkpoints.load(trainer, steps_done, name=registration.checkpoint, digest=registration.digest)
             checkpoints.remove_after(steps_done)  # only after the committed one has been verified
             self._publish(trainer, publisher, incarnation, steps_done)  # engines may serve a version that was lost
+            trainer.before_update = publisher.withdraw
         while True:
             batch: Batch | None = None
             with self.ranks.raise_together():
@@ -117,6 +118,8 @@ class TrainerProcess:
             if last_saved_step < steps_done:
                 problem = f"no disk space for the final checkpoint in {config.storage_path}"
                 raise StorageFull(f"{problem}; the last saved step is {last_saved_step}")
+        if publisher is not None:
+            publisher.withdraw()  # the memory ends with this process
         return steps_done
 
     def _register(self, trainer: Trainer) -> RegisterReply:
@@ -143,7 +146,8 @@ class TrainerProcess:
             base_model=self.model_path,
             dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
             incarnation=registration.incarnation,
-            share_buffer=config.weights.shares_memory,
+            shares_memory=config.weights.shares_memory,
+            wait_until_copied=self.batch_source.wait_until_copied,
             write_every_version=config.weights.writes_every_version,
             url=None if url is None else get_run_url(url, registration.run),
             warn=self.log,

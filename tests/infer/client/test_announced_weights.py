@@ -1,13 +1,17 @@
-"""Engines that are restarted or late get the weights that a trainer announced, over HTTP and without directories."""
+"""Engines that are restarted, late or disturbed get the weights that a trainer announced, over HTTP."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from ramify.core.errors import WeightsReplaced
 from ramify.infer.client import InferenceClient
-from ramify.model.weight_buffer import WeightBuffer, withdraw_announcements
+from ramify.infer.request import SamplingParams
+from ramify.model import publish_weights
+from ramify.model.shared_weights import SharedWeights, remove_announcements
 from ramify.model.weights import get_untied_tensors
 from ramify.orchestrate.weight_updates import WeightUpdater
 from ramify.trace.version import PolicyVersion
@@ -31,14 +35,14 @@ class AnnouncingTrainer:
     """Announces versions in memory; their directories are never written."""
 
     def __init__(self, model: Path, directory: Path, incarnation: int = 0) -> None:
-        withdraw_announcements(directory, incarnation)
-        tensors = get_untied_tensors(reference(model))
-        self.buffer = WeightBuffer(tensors, directory, incarnation)
+        remove_announcements(directory, incarnation)
+        self.module = reference(model)
+        self.shared = SharedWeights(get_untied_tensors(self.module), self.module, directory, incarnation)
         self.directory, self.incarnation = directory, incarnation
 
     def announce(self, step: int) -> tuple[Path, PolicyVersion]:
         name = f"{self.incarnation}-{step:06}"
-        self.buffer.announce(make_version(step, self.incarnation), name)
+        self.shared.announce(make_version(step, self.incarnation), name)
         return self.directory / name, make_version(step, self.incarnation)
 
 
@@ -102,3 +106,41 @@ async def test_an_engine_that_is_too_late_for_a_version_says_so_and_stays_up(mod
             assert client.versions == {url: make_version(0)}
             await client.update_weights(*newest)
             assert client.versions == {url: make_version(2)}
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("rescue", ["directory", "newer version"])
+async def test_an_engine_whose_copy_broke_off_has_no_weights_and_keeps_its_requests(model, tmp_path, rescue):
+    trainer, gate = AnnouncingTrainer(model, tmp_path), threading.Event()
+    with run_server(build_core(model)) as (url, engine):
+        async with InferenceClient(url, QUICK) as client, asyncio.timeout(60):
+            path, version = trainer.announce(1)
+            engine._enqueue_command(lambda: gate.wait(30))  # the engine is slow
+            update = asyncio.create_task(client.update_weights(path, version))
+            await async_wait_until(lambda: len(engine._commands) == 1)  # it has found the version
+            weight = next(iter(trainer.shared.tensors.values()))
+            right = weight.clone()
+            weight.add_(1.0)  # the trainer did not wait any longer
+            gate.set()
+            await async_wait_until(lambda: not engine.core.has_weights)
+            response = await client.servers[0].http.request("GET", "/health")
+            assert (response.status, b"WeightsMissing" in response.body) == (503, True)
+            stream = engine.submit([5, 6], SamplingParams(max_tokens=2))
+            await asyncio.sleep(0.1)
+            assert not stream.request.logprobs
+            if rescue == "directory":
+                weight.copy_(right)
+                publish_weights(path, get_untied_tensors(trainer.module), version, base_model=model)
+                (ack,) = await update
+                assert ack.version == version
+            else:
+                newer = trainer.announce(2)
+                with pytest.raises(WeightsReplaced, match=r"llama@0\.2 is announced now"):
+                    await update
+                version = newer[1]
+                await client.update_weights(*newer)
+            output = await stream.result()
+            assert [span[0] for span in output.version_spans] == [version]
+            assert engine.core.version == version
+            assert torch.equal(next(iter(get_untied_tensors(engine.core.model.module).values())), weight)
+            await async_wait_until(lambda: client.versions == {url: version})

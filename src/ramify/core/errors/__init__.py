@@ -183,6 +183,13 @@ class WeightsReplaced(TransientFailure):
     """
 
 
+class WeightsMissing(TransientFailure):
+    """An engine has no complete weights: a copy from the trainer's memory broke off. Its requests wait.
+
+    Nothing: the engine loads the version's directory, or the orchestrator sends a newer version.
+    """
+
+
 class ImageMissing(TransientFailure):
     """An inference server was asked about an image that it does not have, or no longer has.
 

@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ramify.core.async_calls import fail_after
-from ramify.core.errors import ProviderError, RamifyError, RequestInvalid, WeightsRefused, WeightsReplaced
+from ramify.core.errors import (
+    ProviderError,
+    RamifyError,
+    RequestInvalid,
+    WeightsMissing,
+    WeightsRefused,
+    WeightsReplaced,
+)
 from ramify.infer.client.completion import ClientSampling, Completion
 from ramify.infer.client.config import ClientConfig
 from ramify.infer.client.engine_adapter import (
@@ -253,6 +260,12 @@ class InferenceClient(ServerPool[Replica]):
         return {replica.url: replica.require_adapter().version for replica in self.up_servers}
 
     @property
+    def copying_versions(self) -> dict[str, PolicyVersion]:
+        """The version of each server that is up and copies weights from the trainer's memory, by URL."""
+        adapters = [replica.require_adapter() for replica in self.up_servers]
+        return {adapter.url: adapter.version for adapter in adapters if adapter.copies_from_trainer}
+
+    @property
     def down_replicas(self) -> dict[str, str]:
         """The reasons why servers are down, by URL."""
         return {replica.url: replica.reason for replica in self.servers if replica.state is ServerState.DOWN}
@@ -350,7 +363,9 @@ class InferenceClient(ServerPool[Replica]):
                     if server.timed_requests:
                         await self._record_progress(server)
             except RequestFailed as error:
-                raise ProviderError(str(error)) from error
+                if not isinstance(error, ServerBusy) or not isinstance(error.error, WeightsMissing):
+                    raise ProviderError(str(error)) from error
+                self.eject(server, error.error)  # it joins with the weights that it lacks
         if server.state is ServerState.DOWN:
             await self._join_replica(server)
 

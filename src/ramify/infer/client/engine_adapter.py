@@ -68,10 +68,14 @@ class UnknownWeights(Exception):
 
 
 class EngineAdapter(ABC):
-    """One inference server. `version` is the version of the weights that its next token will come from."""
+    """One inference server.
+
+    `version` is the version of the weights that its next token will come from. `copies_from_trainer` if it copies
+    weights from the memory of a trainer on its device.
+    """
 
     def __init__(self, url: str, http: HttpClient, version: PolicyVersion) -> None:
-        self.url, self.version = url, version
+        self.url, self.version, self.copies_from_trainer = url, version, False
         self._http = http
 
     async def generate(self, request: GenerateRequest) -> Completion:

@@ -18,9 +18,9 @@ from ramify.infer.client.generate_messages import (
 )
 from ramify.infer.client.http_client import read_body, send_request
 from ramify.infer.client.replica import Replica
-from ramify.infer.client.vllm_adapter import UNDEFINED_LABEL, VLLMAdapter
+from ramify.infer.client.vllm_adapter import VLLMAdapter
 from ramify.trace import VersionSpan
-from ramify.trace.version import PolicyVersion
+from ramify.trace.version import UNDEFINED_POLICY, PolicyVersion
 
 PROMPTS: tuple[tuple[int, ...], ...] = ((3, 5, 7), (11, 4, 9, 6), (8,), (5, 5, 12, 10))
 TEMPERATURE = 2.0  # compared with temperature 1
@@ -129,7 +129,9 @@ async def detect_engine(replica: Replica, version: PolicyVersion | None) -> Engi
         raise _tokens_required_error(replica.url, f"its models are owned by {owner!r}, expected 'ramify' or 'vllm'")
     name, reported_version = _parse_model(model, replica.url)
     if reported_version is not None:
-        return NativeAdapter(replica.url, replica.http, reported_version)
+        native = NativeAdapter(replica.url, replica.http, reported_version)
+        native.copies_from_trainer = bool(model.get("copies_from_trainer"))
+        return native
     adapter = VLLMAdapter(
         replica.url,
         replica.http,
@@ -147,9 +149,9 @@ async def sync_weights(replica: Replica, adapter: EngineAdapter, update: WeightU
     """
     if update is not None and adapter.version != update.version:
         await adapter.update(update, paused=False)
+    if adapter.version.policy == UNDEFINED_POLICY:
+        raise ProviderError(f"a weight update of {replica.url} was interrupted; update or restart the server")
     if isinstance(adapter, VLLMAdapter):
-        if adapter.version.policy == UNDEFINED_LABEL:
-            raise ProviderError(f"a weight update of {replica.url} was interrupted; update or restart the server")
         await check_logprobs(replica)
 
 

@@ -31,6 +31,7 @@ from ramify.core.errors import (
     QueueFull,
     RamifyError,
     RequestInvalid,
+    WeightsMissing,
     WeightsRefused,
     WeightsReplaced,
 )
@@ -86,6 +87,7 @@ FAILURES_BY_NAME: dict[str, type[RamifyError]] = {
         ProcessReplaced,
         QueueFull,
         RequestInvalid,
+        WeightsMissing,
         WeightsRefused,
         WeightsReplaced,
     )

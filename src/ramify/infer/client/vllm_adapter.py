@@ -41,11 +41,10 @@ from ramify.infer.client.http_client import HttpClient, RequestFailed, send_requ
 from ramify.model.resolve import read_vocab_size
 from ramify.model.weights_manifest import verify_weights
 from ramify.trace import VersionSpan
-from ramify.trace.version import PolicyVersion
+from ramify.trace.version import UNDEFINED_POLICY, PolicyVersion
 
 RESET_TIMEOUT = 10.0  # seconds for requests to free their blocks
 RESET_POLL_INTERVAL = 0.05
-UNDEFINED_LABEL = "undefined"  # the label while weights are loaded, and after a load that was interrupted
 
 
 class VLLMAdapter(EngineAdapter):
@@ -71,8 +70,8 @@ class VLLMAdapter(EngineAdapter):
         except ProviderError:
             self._is_dev_mode = False  # it can be sampled from, but not updated
             return
-        if label == UNDEFINED_LABEL:
-            self.version = PolicyVersion(UNDEFINED_LABEL)
+        if label == UNDEFINED_POLICY:
+            self.version = PolicyVersion(UNDEFINED_POLICY)
         elif (version := PolicyVersion.parse(label)) is not None:
             self.version = version
         else:
@@ -105,14 +104,14 @@ class VLLMAdapter(EngineAdapter):
         start = time.perf_counter()
         await self.pause("keep")
         try:
-            await self.set_label(UNDEFINED_LABEL)
+            await self.set_label(UNDEFINED_POLICY)
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(update.directory)}}
             await send_request(self._http, "POST", "/collective_rpc", reload)
             if update.kv_mode == "recompute":
                 await self._reset_prefix_cache()
             await self.set_label(str(update.version))
         except BaseException as error:
-            self.version = PolicyVersion(UNDEFINED_LABEL)
+            self.version = PolicyVersion(UNDEFINED_POLICY)
             if isinstance(error, Exception):
                 with contextlib.suppress(RamifyError, RequestFailed):  # the first failure is the one to report
                     await self.pause("abort")

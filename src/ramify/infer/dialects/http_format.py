@@ -19,6 +19,7 @@ from ramify.core.errors import (
     RamifyError,
     RequestInvalid,
     TemplateRefused,
+    WeightsMissing,
     WeightsRefused,
     WeightsReplaced,
 )
@@ -34,6 +35,7 @@ HTTP_STATUS: dict[type[RamifyError], int] = {
     WeightsReplaced: 409,
     ProcessReplaced: 409,
     QueueFull: 503,
+    WeightsMissing: 503,
     QuotaExceeded: 429,
     DeadlineExceeded: 504,
 }
