@@ -257,6 +257,10 @@ def test_weights_in_memory_need_an_engine_on_the_trainers_device(tmp_path):
     for num_gpus, more in ((2, {"launch": {"gpu_placement": "split"}}), (0, {"inference": url})):
         with pytest.raises(ConfigInvalid, match=r"weights.transport: 'ipc' needs a native engine that the run starts"):
             plan_here(config(tmp_path, weights=ipc, **more), num_gpus)
+    sharded = {"gpu_placement": "colocated", "trainer_gpus": 2}
+    with pytest.raises(ConfigInvalid, match=r"weights.transport: 'ipc' needs a trainer with one rank, not 2"):
+        plan_here(config(tmp_path, weights=ipc, launch=sharded), 2)
+    assert plan_here(config(tmp_path, launch=sharded), 2).config.weights.transport == "shm"
 
 
 def test_a_run_that_is_resumed_from_its_files_is_planned_for_the_nodes_there_are(tmp_path):

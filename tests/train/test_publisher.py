@@ -99,6 +99,42 @@ def test_with_shared_memory_a_version_is_announced_first_and_its_directory_follo
     assert all(torch.equal(saved[name], value) for name, value in iter_merged_weights(trainer))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_version_is_withdrawn_before_its_weights_change_in_place(model, tmp_path, optimizer, dtype):
+    config = TrainerConfig(pack_tokens=128, dtype=dtype, optim={"lr": 1e-2, "type": optimizer})
+    trainer, warnings, waits = build_trainer(model, config, SINGLE_RANK), [], []
+
+    def wait_until_copied(version: PolicyVersion) -> str:
+        weights = {name: tensor.clone() for name, tensor in iter_merged_weights(trainer)}
+        waits.append((version, weights))
+        return "an engine was slow"
+
+    publisher = make_publisher(
+        model,
+        tmp_path,
+        getattr(torch, dtype),
+        shares_memory=True,
+        wait_until_copied=wait_until_copied,
+        warn=warnings.append,
+    )
+    trainer.before_update = publisher.withdraw
+    published = publisher.publish(trainer, 0, 1)
+    announced = {name: tensor.clone() for name, tensor in iter_merged_weights(trainer)}
+    metrics = trainer.step(random_batches(1)[0])
+    ((version, weights),) = waits
+    assert (version, warnings) == (published.version, ["an engine was slow"])
+    assert all(torch.equal(weights[name], announced[name]) for name in announced)
+    assert metrics.to_dict()["train/copy_wait_seconds"] > 0
+    announcement = Announcement.read(published.path)
+    assert announcement is not None
+    assert not announcement.is_current
+    assert publisher._shared is not None
+    for name, tensor in iter_merged_weights(trainer):
+        assert tensor.data_ptr() == publisher._shared.tensors[name].data_ptr()
+        assert not torch.equal(tensor, announced[name]) or "norm" in name
+
+
 def test_a_failure_to_write_in_the_background_is_raised_later(model, tmp_path):
     trainer, directory = make_trainer(model), tmp_path / "weights"
     publisher = make_publisher(tmp_path / "missing", directory, shares_memory=True)

@@ -174,7 +174,7 @@ class MemoryUnreadable(Exception):
 
 
 class SharedWeightsReader:
-    """An engine's access to the tensors of trainers; those of the last one stay mapped."""
+    """An engine's access to the tensors of trainers; the last trainer's stay mapped."""
 
     def __init__(self) -> None:
         self._export, self._tensors = "", dict[str, Tensor]()

@@ -66,6 +66,7 @@ class WeightUpdater:
         self._not_held.set()
         self.waiting_since: float | None = None
         self._failing_since: float | None = None
+        self._failed_version: PolicyVersion | None = None
 
     def request_update(self, version: PolicyVersion, path: Path) -> None:
         """Request an update to a published version, unless the engines were started with it."""
@@ -113,7 +114,7 @@ class WeightUpdater:
     def _list_copying(self, version: PolicyVersion) -> list[str]:
         """Return the engines that are up and will copy a version, by URL."""
         is_pending = self._pending_update is not None and self._pending_update[0] == version
-        will_be_applied = is_pending and not self.is_held and self._failing_since is None
+        will_be_applied = is_pending and not self.is_held and self._failed_version != version
         if self._applying_version != version and not will_be_applied:
             return []
         return [url for url, copied in self._client.copying_versions.items() if copied != version]
@@ -168,7 +169,7 @@ class WeightUpdater:
             if self._pending_update is None:
                 return False  # the update was discarded
             is_superseded = self._pending_update[0] != version
-            self._failing_since = self._failing_since or self._clock()
+            self._failing_since, self._failed_version = self._failing_since or self._clock(), version
             is_fatal = not error.retryable or self._clock() - self._failing_since > self._settings.timeout
             if is_fatal and not is_superseded:
                 raise
