@@ -36,7 +36,7 @@ def run_steps(trainer, ranks: Ranks, start: int, stop: int) -> list[tuple[float,
 
 
 def train_as_rank(model: Path, directory: Path) -> None:
-    config = TrainerConfig.model_validate(CONFIG)
+    config = TrainerConfig.model_validate({**CONFIG, "recompute_layers": 1})
     with init_distributed(config) as ranks:
         trainer = build_trainer(model, config, ranks)
         steps = run_steps(trainer, ranks, 0, SAVED_STEP)

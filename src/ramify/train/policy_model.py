@@ -7,7 +7,7 @@ model in one place.
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from ramify.model.vision import build_image_inputs, get_vision_tower
 from ramify.model.weights_manifest import read_tensor_dtypes
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
 from ramify.trace.forest import START_LOGPROB
+from ramify.train import recompute
 from ramify.train.batch import START_REFERENCE_COUNT, pack_forests
 from ramify.train.lm_head import compute_logprobs_with_top_ids
 from ramify.train.losses import Entries, LossFunction, ce, dppo, kl, ref_kl
@@ -71,7 +72,7 @@ class PolicyModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers, which are compiled, checkpointed and sharded one by one."""
+        """The decoder layers, which are compiled, recomputed and sharded one by one."""
         return self.model.get_decoder().layers
 
     def forward(self, inputs: ModelInputs, entry_counts: Mapping[str, int]) -> PolicyOutput:
@@ -137,7 +138,7 @@ class PolicyModel(nn.Module):
             raise ModelUnsupported(f"{problem}: {reason}; lower seq_len")
         tree_kwargs = {} if inputs.tree_mask is None else {"tree_mask": inputs.tree_mask}
         if tree_kwargs and inputs.input_ids.is_cuda:
-            _set_triton_allocator()
+            recompute.set_triton_allocator()
         token_kwargs: dict[str, Any] = {"input_ids": inputs.input_ids}
         if (images := inputs.images) is not None:
             token_kwargs = build_image_inputs(self.model, inputs.input_ids, images.rows, images.features)
@@ -190,12 +191,7 @@ def load_policy(
     with _compute_in_float32(policy):
         _check_agreement(policy)
     policy.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if recompute_layers:
-        contexts = {"context_fn": lambda: (nullcontext(), _recompute_context())}
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
-        layers: Any = policy.layers
-        for layer in layers[recompute_layers:]:
-            layer.gradient_checkpointing = False
+    recompute.recompute_layers(policy.model, recompute_layers)
     return policy
 
 
@@ -236,7 +232,7 @@ def _check_agreement(policy: PolicyModel) -> None:
     ids = build_check_ids(model.config)
     expected = compute_reference_logprobs(model, ids, get_attention_name(policy.layout))
     try:
-        inputs = build_model_inputs(_build_chain(ids), layout=policy.layout, sliding_windows=policy.sliding_windows)
+        inputs = build_model_inputs(build_chain(ids), layout=policy.layout, sliding_windows=policy.sliding_windows)
         actual, _ = policy.compute_logprobs(inputs)
     except (RamifyError, torch.OutOfMemoryError):
         raise
@@ -247,7 +243,7 @@ def _check_agreement(policy: PolicyModel) -> None:
         raise ModelUnsupported(f"{type(model).__name__} has no list of layers, which the trainer compiles and shards")
 
 
-def _build_chain(ids: Tensor) -> Forest:
+def build_chain(ids: Tensor) -> Forest:
     """Return a forest of one path, in which every token but the first is trained."""
     trace = Trace(id="trial")
     first, *sampled = ids.tolist()
@@ -276,27 +272,10 @@ def compile_layers(policy: PolicyModel) -> None:
         module.compile(**settings)
 
 
-@contextmanager
-def _recompute_context() -> Iterator[None]:
-    """Enter before a layer is recomputed, which happens in a thread of autograd."""
-    if torch.cuda.is_available():
-        _set_triton_allocator()
-    yield
-
-
-def _set_triton_allocator() -> None:
-    """Set Triton's allocator in this thread; code compiled by torch 2.13 sets it only in the thread that ran first."""
-    from ramify.model.kernels.cuda.tree_attention import (
-        set_triton_allocator,  # needs Triton: a torch for CUDA brings it
-    )
-
-    set_triton_allocator()
-
-
 def _disable_dropout(model: nn.Module) -> None:
     """Disable dropout and router noise, because the policy must match the one that sampled.
 
-    Modules with activation checkpointing keep `training = True`, since it is inactive otherwise.
+    Modules that can be recomputed keep `training = True`, since they are not otherwise.
     """
     for module in model.modules():
         module.training = hasattr(module, "gradient_checkpointing")
