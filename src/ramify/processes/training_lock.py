@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 TRAINING_LOCK_VARIABLE = "RAMIFY_TRAINING_LOCK"  # the lock of processes that share a GPU; set by the launcher
+RESERVED_MEMORY_VARIABLE = "RAMIFY_RESERVED_GPU_MEMORY"  # bytes of the trainer's GPU for engines; set by the launcher
 HOLD_TIMEOUT = 120.0  # seconds; the first step compiles its kernels
 ACQUIRE_TIMEOUT = 1.0  # seconds
 POLL_INTERVAL = 1e-3  # seconds between two tries to acquire it

@@ -95,7 +95,8 @@ def split_across_ranks(batch: Batch, pack_spec: PackSpec, world_size: int) -> li
 def repack(shares: Sequence[Batch], pack_spec: PackSpec, *, flat: bool = False) -> Batch:
     """Merge all shares of a step into one batch packed by `pack_spec`; its entries and their counts do not change."""
     forests = [pack for share in shares for pack in share.packs if pack.num_tokens]
-    if flat or pack_spec.layout is PackLayout.CHAINS:
+    is_too_long = any(len(forest) > pack_spec.pack_tokens for forest in forests)
+    if flat or is_too_long or pack_spec.layout is PackLayout.CHAINS:
         forests = pack_forests(forests, pack_spec.pack_tokens, pack_spec.layout, flat=flat)
     return Batch(shares[0].step, forests, shares[0].entry_counts)
 

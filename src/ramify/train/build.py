@@ -1,5 +1,6 @@
 """Build a trainer from a model directory: load the model, add adapters, compile and shard it."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import DtypeChoice, choose_dtype
 from ramify.model.quantization import QuantizeMode
 from ramify.model.tree_attention import describe_tree_attention
+from ramify.processes.training_lock import RESERVED_MEMORY_VARIABLE
 from ramify.run.store.image_store import ImageStore
+from ramify.train.activation_limits import ActivationLimits, LimitedActivations, read_limits, write_limits
 from ramify.train.batch import PackSpec
 from ramify.train.checkpoint_manifest import find_saved_moments
 from ramify.train.config import TrainerConfig
@@ -27,7 +30,9 @@ from ramify.train.model_inputs import LoadImage
 from ramify.train.policy_model import PolicyModel, compile_layers, load_policy
 from ramify.train.token_stats import TokenStatsWriter
 from ramify.train.trainer import Trainer
+from ramify.train.trial import run_trial
 
+CONTEXT_BYTES = 1 << 30  # of the GPU's memory for this process, outside torch's allocator
 FLAT_DESCRIPTION = "flat: every branch is computed whole"
 
 
@@ -45,16 +50,18 @@ def build_trainer(
     token_stats: TokenStatsWriter | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> Trainer:
-    """Build this rank's trainer of the model in `model_path`.
+    """Build this rank's trainer of the model in `model_path`. On a GPU it runs a trial.
 
     `quantize` is the format of fixed weights beside adapters, if they are quantized; `total_steps` is the length of the
-    run, for schedules that need it; `seed` initializes adapters. Set `flat` if no
-    batch shares prefixes. `media` is the directory of the run's images, for batches that refer to them by hash;
-    `checkpoints` is the directory of its checkpoints, whose format of moments `optim.moments = "auto"` continues.
-    `token_stats`, if given, gets logprob and entropy of every trained token. `log` receives lines on layout, experts,
-    dtype and operators.
+    run, for schedules that need it; `seed` initializes adapters. Set `flat` if no batch shares prefixes. `media` is the
+    directory of the run's images, for batches that refer to them by hash; `checkpoints` is the directory of its
+    checkpoints, whose format of moments `optim.moments = "auto"` continues, and of the limits that an earlier trainer
+    had to lower. `token_stats`, if given, gets logprob and entropy of every trained token. `log` receives lines on
+    layout, experts, dtype, operators and lowered limits.
     """
     is_cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
+    if is_cuda:
+        reserve_gpu_memory(int(os.environ.get(RESERVED_MEMORY_VARIABLE, "0")))
     if quantize and ranks.world_size > 1:
         raise ConfigInvalid("a quantized model is trained by one rank; remove the key", key="model.quantize")
     # FSDP moves the model layer by layer, and quantization matrix by matrix, so that no GPU holds all of it.
@@ -64,7 +71,6 @@ def build_trainer(
         load_loss(config.loss.id, config.loss.options),
         device=load_device,
         dtype=choice.dtype,
-        recompute_layers=config.num_recomputed_layers,
     )
     if policy.tower is not None and ranks.world_size > 1:
         raise ModelUnsupported("a vision-language model is trained by one rank: its tower is not sharded")
@@ -89,7 +95,14 @@ def build_trainer(
         log(f"moments: {moments}")
     if ranks.world_size > 1:
         apply_fsdp(policy, ranks, choice.dtype)
-    return Trainer(
+    planned = ActivationLimits.from_config(config)
+
+    def record_lowered(former: ActivationLimits, lowered: ActivationLimits, reason: str) -> None:
+        log(f"memory: {lowered} instead of {former} ({reason})")
+        if checkpoints is not None:
+            write_limits(checkpoints, planned, lowered)
+
+    trainer = Trainer(
         policy,
         config.with_moments(moments.format),
         total_steps=total_steps,
@@ -98,7 +111,24 @@ def build_trainer(
         num_ranks=ranks.world_size,
         load_image=build_image_loader(model_path, media) if policy.tower is not None else None,
         token_stats=token_stats,
+        activations=LimitedActivations(
+            policy,
+            planned,
+            limits=ranks.broadcast(read_limits(checkpoints, planned)) if checkpoints is not None else None,
+            num_ranks=ranks.world_size,
+            on_lowered=record_lowered,
+        ),
     )
+    if is_cuda:
+        run_trial(trainer)
+    return trainer
+
+
+def reserve_gpu_memory(num_bytes: int) -> None:
+    """Leave these bytes of the current GPU to other processes: to torch, the GPU is full without them."""
+    _, total = torch.cuda.mem_get_info()
+    if num_bytes:
+        torch.cuda.set_per_process_memory_fraction(max(0.0, 1 - (num_bytes + CONTEXT_BYTES) / total))
 
 
 def freeze_vision_tower(policy: PolicyModel) -> None:
@@ -168,7 +198,7 @@ def get_pack_spec(trainer: Trainer) -> PackSpec:
     flops = trainer.flops_model
     return PackSpec(
         layout=trainer.policy.layout,
-        pack_tokens=trainer.config.max_pack_tokens,
+        pack_tokens=trainer.activations.limits.pack_tokens,
         flops_per_token=flops.per_token,
         flops_per_pair=flops.per_visible_pair * len(flops.layer_windows),
     )

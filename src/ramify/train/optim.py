@@ -74,6 +74,11 @@ class OptimizersContainer:
         If `grad_norm` is not finite, nothing changes. AdamW checks that on the device, so the host need not wait.
         """
         lr = self.config.lr * compute_lr_factor(self.config.schedule, step, self.total_steps)
+        self.update(lr, grad_norm)
+        return lr
+
+    def update(self, lr: float, grad_norm: Tensor) -> None:
+        """Update the weights with a given learning rate, unless `grad_norm` is not finite."""
         found_inf = (~grad_norm.isfinite()).float()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -89,7 +94,6 @@ class OptimizersContainer:
             else:
                 with self.master_weights.joined(item for group in optimizer.param_groups for item in group["params"]):
                     optimizer.step()
-        return lr
 
 
 def is_hidden_matrix(name: str, value: nn.Parameter) -> bool:

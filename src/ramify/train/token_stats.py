@@ -81,6 +81,10 @@ class TokenStatsWriter:
         if len(pack.targets):
             self._packs.append((pack, logprob, entropy))
 
+    def clear(self) -> None:
+        """Drop what was collected since the last `write`."""
+        self._packs.clear()
+
     def write(self, step: int, token: FencingToken) -> None:
         """Write what was collected under the token of this trainer, and delete the files of the trainers before it.
 

@@ -6,6 +6,7 @@ GPU: `start_step` launches the work and `wait_for_metrics` waits for it. Startin
 GPU busy.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from ramify.core.errors import DeadlineExceeded, ModelUnsupported
 from ramify.model.device_copy import get_device_peaks
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest
+from ramify.train.activation_limits import ActivationLimits, LimitedActivations, describe_shortage
 from ramify.train.batch import Batch, count_unique_tokens
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import gather_full_tensor
@@ -37,8 +39,8 @@ class Trainer:
 
     `total_steps` is the length of the run, for schedules that need it; the policy computes in `dtype`; `merge_sums`
     adds up the metric sums of all `num_ranks` ranks; `load_image` returns the processed image of a media entry.
-    `token_stats`, if given, gets logprob and entropy of every trained token. `before_update` is called in every step
-    before the weights change: engines may be copying them.
+    `token_stats`, if given, gets logprob and entropy of every trained token. `activations` is by default what
+    `config` allows. `before_update` is called in every step before the weights change: engines may be copying them.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class Trainer:
         num_ranks: int = 1,
         load_image: LoadImage | None = None,
         token_stats: TokenStatsWriter | None = None,
+        activations: LimitedActivations | None = None,
     ) -> None:
         self.policy, self.config, self.merge_sums = policy, config, merge_sums
         self.load_image, self.token_stats = load_image, token_stats
         self.before_update: Callable[[], None] = lambda: None
+        self.activations = activations or LimitedActivations(policy, ActivationLimits.from_config(config))
         self.master_weights = MasterWeights(policy, dtype)
         self.optimizer = OptimizersContainer(self.master_weights, config.optim, total_steps)
         self.device = next(policy.parameters()).device
@@ -83,8 +87,33 @@ class Trainer:
         return PendingStep(self, accumulator, learning_rate, wait_seconds, device_values, started, ended)
 
     def forward_backward(self, batch: Batch) -> MetricAccumulator:
-        """Run forward and backward over the packs, leaving their summed gradients with the master weights."""
-        self.master_weights.zero_grad(num_packs=len(batch.packs))  # a failed step may have left some
+        """Run forward and backward over the packs, leaving their summed gradients with the master weights.
+
+        If the device has no room, all of it runs again with less (`activation_limits`). Raises what
+        `LimitedActivations.lower` raises.
+        """
+        with self.activations.report_lowered():
+            while True:
+                limited_batch = self.activations.limit_packs(batch)
+                try:
+                    return self._run_packs(limited_batch)
+                except torch.OutOfMemoryError as error:
+                    reason = describe_shortage(error)
+                # The exception is gone here, and with it the activations that its traceback refers to.
+                self.activations.lower(limited_batch, reason)
+                self.free_memory()
+
+    def free_memory(self) -> None:
+        """Drop the gradients, and give memory that is not in use back to the device."""
+        self.master_weights.zero_grad()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run_packs(self, batch: Batch) -> MetricAccumulator:
+        self.master_weights.zero_grad(num_packs=len(batch.packs))  # a failed attempt may have left some
+        if self.token_stats is not None:
+            self.token_stats.clear()
         accumulator = MetricAccumulator(batch.step)
         if self.policy.layout is PackLayout.CHAINS:
             accumulator.add_unique_tokens(count_unique_tokens(batch.packs))
@@ -123,7 +152,7 @@ class Trainer:
             layout=policy.layout,
             device=self.device,
             sliding_windows=policy.sliding_windows,
-            padded_length=bucket_length(len(pack), self.config.max_pack_tokens) if is_cuda else None,
+            padded_length=bucket_length(len(pack), self.activations.limits.pack_tokens) if is_cuda else None,
             images=images,
         )
 

@@ -242,6 +242,13 @@ class PortTaken(TransientFailure):
     """
 
 
+class PacksTooLarge(TransientFailure):
+    """One of several ranks of a trainer ran out of GPU memory.
+
+    Nothing: the trainer is started again, with more recomputed layers or smaller packs; the message says which.
+    """
+
+
 # -- happens again until somebody acts --------------------------------------------------------------------------------
 
 
@@ -288,6 +295,14 @@ class ClusterTooSmall(ConfigInvalid):
 
     The message lists what does not fit, and what is left or which settings would fit: use them, lower the counts of
     `[cluster]`, or add nodes.
+    """
+
+
+class GpuMemoryFull(PermanentFailure):
+    """The trainer's GPU has no room for a step, even with all layers recomputed and small packs.
+
+    The message says what did not fit: use LoRA or 8-bit moments, a shorter `seq_len`, more GPUs, or leave the engines
+    on the same GPU less memory.
     """
 
 
