@@ -16,7 +16,7 @@ from ramify.launch.published_weights import find_newest_weights
 from ramify.model.weights_manifest import Manifest
 from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.prefork import get_import_env
-from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
+from ramify.processes.training_lock import RESERVED_MEMORY_VARIABLE, TRAINING_LOCK_VARIABLE
 from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.rollout.envserver.server import EnvServer
 from ramify.trace.version import PolicyVersion
@@ -203,6 +203,14 @@ def test_engine_waits_for_the_trainer_only_if_they_share_a_gpu(tmp_path):
         paths = {spec.name: spec.env.get(TRAINING_LOCK_VARIABLE) for spec in plan_here(run, num_gpus).process_specs}
         expected = str(run.path.resolve() / "training.lock") if is_set else None
         assert (paths["inference/0"], paths["trainer"], paths["orchestrator"]) == (expected, expected, None)
+
+
+def test_trainer_leaves_an_engine_on_its_gpu_the_planned_memory(tmp_path):
+    for placement, num_gpus, is_shared in (("colocated", 1, True), ("split", 2, False)):
+        plan = plan_here(config(tmp_path, launch={"gpu_placement": placement}), num_gpus)
+        reserved = {spec.name: spec.env.get(RESERVED_MEMORY_VARIABLE) for spec in plan.process_specs}
+        expected = str(plan.placement.get_demand("inference/0").gpu_memory) if is_shared else None
+        assert (reserved["inference/0"], reserved["trainer"]) == (None, expected)
 
 
 @pytest.mark.parametrize(

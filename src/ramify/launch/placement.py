@@ -240,6 +240,14 @@ class RunPlacement:
         """Return whether two processes have a GPU in common."""
         return not self._list_gpus(name).isdisjoint(self._list_gpus(other))
 
+    def count_reserved_memory(self, name: str) -> int:
+        """Return the most memory that other processes need of a GPU that a process has."""
+        needed = Counter[tuple[str, int]]()
+        for demand in self.demands:
+            for gpu in self._list_gpus(demand.name) if demand.name != name else ():
+                needed[gpu] += demand.gpu_memory
+        return max((needed[gpu] for gpu in self._list_gpus(name)), default=0)
+
     def _list_gpus(self, name: str) -> set[tuple[str, int]]:
         return {(place.node, gpu) for place in self.places.get(name, ()) for gpu in place.gpus}
 

@@ -47,7 +47,7 @@ from ramify.orchestrate.address_book import INFERENCE_KEY, MODEL_PREFIX
 from ramify.orchestrate.cluster_config import ClusterConfig
 from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.child import RAMIFY_COMMAND
-from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
+from ramify.processes.training_lock import RESERVED_MEMORY_VARIABLE, TRAINING_LOCK_VARIABLE
 from ramify.processes.wire.address import is_local
 from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE, PortReservation
 from ramify.rollout.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
@@ -224,7 +224,7 @@ class _PlanBuilder:
             name,
             (),
             config.path / "logs" / f"{demand.file_stem}.log",
-            env={**_build_thread_variables(demand.cores), **self._build_lock_variable(name), **self.secret_env},
+            env={**_build_thread_variables(demand.cores), **self._build_sharing_variables(name), **self.secret_env},
             ready_timeout=config.launch.startup_timeout,
             num_ranks=demand.num_ranks,
             placement=PlacementRequest(
@@ -377,12 +377,15 @@ class _PlanBuilder:
         """Return the directory for what a process writes: the run directory, which only processes on the head reach."""
         return self.config.path.absolute() if self._is_on_head(slot) else slot.directory
 
-    def _build_lock_variable(self, name: str) -> dict[str, str]:
-        """Return the variable that makes engines wait while a trainer on their GPU computes a step."""
+    def _build_sharing_variables(self, name: str) -> dict[str, str]:
+        """Return variables for a trainer and engines on one GPU: engines wait during a step, and keep their memory."""
         others = self.engine_names if name == TRAINER else (TRAINER,)
         if name.startswith(ENV_PREFIX) or not any(self.placement.shares_gpu(name, other) for other in others):
             return {}
-        return {TRAINING_LOCK_VARIABLE: str(self.config.path.resolve() / "training.lock")}
+        variables = {TRAINING_LOCK_VARIABLE: str(self.config.path.resolve() / "training.lock")}
+        if name == TRAINER:
+            variables[RESERVED_MEMORY_VARIABLE] = str(self.placement.count_reserved_memory(name))
+        return variables
 
     def _get_engine_config(self, name: str) -> EngineConfig | VLLMConfig | ExternalServersConfig:
         if name.startswith(MODEL_PREFIX):
