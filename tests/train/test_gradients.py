@@ -191,14 +191,3 @@ def test_a_hybrid_model_gets_chains_with_the_flat_gradients(seed):
     assert len(packs) > 1
     counts = count_entries(packs)
     assert_same_gradients(train_forest(policy, packs, counts), train_flat(model, attempts, counts))
-
-
-@pytest.mark.parametrize("shape", ["llama", "mixed"])
-def test_recomputed_activations_change_nothing(shape):
-    forest = build_forest([attempt.sample() for attempt in build_group(Random(0), 3, [-1, 0, 1])])
-    module = build_policy(CONFIGS[shape])
-    before = train_forest(module, [forest], forest.count_by_component())
-    module.model.gradient_checkpointing_enable({"use_reentrant": False})
-    after = train_forest(module, [forest], forest.count_by_component())
-    for name, gradient in before.gradients.items():
-        assert torch.equal(after.gradients[name], gradient), name
