@@ -15,6 +15,8 @@ from ramify.infer.request import SamplingParams
 from ramify.infer.sampler import uniform_noise
 from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
+from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
+from tests.support import reference_ops as reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Padding rows of the interpreter divide 0 by 0; they are not stored.
@@ -140,6 +142,39 @@ def test_chunk_items_equal_a_softmax_over_all_keys(heads, kv_heads, head_dim, wi
     limit = 1e-5 if dtype == torch.float32 else 5e-3
     assert (outputs[0].float() - torch.cat(expected)).abs().max() < limit
     assert (outputs[1].float() - outputs[0].float()).abs().max() < limit / 4
+
+
+@pytest.mark.parametrize("tile", [32, 64])
+def test_tiles_of_tree_attention_equal_the_reference_forward_and_backward(tile):
+    """As on GPUs with little shared memory, where a program computes only a part of its block."""
+    from ramify.model.kernels.cuda import tree_attention as kernels
+
+    tokens, heads, kv_heads, width, scale = 128, 2, 1, 16, 0.25
+    torch.manual_seed(0)
+    shapes = [(tokens, count, width) for count in (heads, kv_heads, kv_heads, heads)]
+    query, key, value, grad = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes)
+    end = np.concatenate([np.full(40, 128), np.full(60, 100), np.full(28, 128)]).astype(np.int32)  # a fork
+    position = np.arange(tokens, dtype=np.int32)
+    mask = BlockMask.build(end, position, 0, DEVICE)
+    out, d_query = torch.empty_like(query), torch.empty_like(query)
+    d_key, d_value = torch.empty_like(key), torch.empty_like(value)
+    lse, delta = (torch.empty(heads, tokens, device=DEVICE) for _ in range(2))
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": width, "BLOCK": BLOCK_SIZE, "TILE": tile, "WINDOW": 0}
+    constants: Any = {**sizes, "SCALE": scale, "PRECISION": "ieee"}
+    kernels.set_triton_allocator()
+    inputs = query.detach(), key.detach(), value.detach(), mask.end, mask.position
+    num_tiles = tokens // tile
+    kernels._forward[(heads, num_tiles)](*inputs, mask.kv_lists, out, lse, tokens, **constants)
+    saved = grad.detach(), lse, delta
+    kernels._backward_queries[(heads, num_tiles)](*inputs, mask.kv_lists, out, *saved, d_query, tokens, **constants)
+    kernels._backward_keys[(kv_heads, num_tiles)](*inputs, mask.q_lists, *saved, d_key, d_value, tokens, **constants)
+    batched = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)]
+    positions = torch.from_numpy(position).to(DEVICE)
+    expected = reference.tree_attention(*batched, torch.from_numpy(end).to(DEVICE), positions, scale=scale)
+    expected_grads = torch.autograd.grad(expected, (query, key, value), grad.transpose(0, 1).unsqueeze(0))
+    torch.testing.assert_close(out, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+    for actual, expected_grad in zip((d_query, d_key, d_value), expected_grads):
+        assert (actual - expected_grad).norm() <= 1e-5 * expected_grad.norm()
 
 
 def test_sampling_follows_the_cumulative_distribution():

@@ -249,23 +249,23 @@ class PagedAttention:
         self._block_size, self._group, self._max_graph_rows = block_size, heads // kv_heads, max_graph_rows
         small = max(SMALL_QUERIES, triton.next_power_of_2(self._group))
         self._num_programs = count_processors(device) * PROGRAMS_PER_PROCESSOR
-        is_half = dtype.itemsize == 2
+        is_half, width = dtype.itemsize == 2, max(16, triton.next_power_of_2(head_dim))
         self._constants: dict[str, Any] = {
             "HEADS": heads,
             "KV_HEADS": kv_heads,
             "D": head_dim,
-            "D_BLOCK": max(16, triton.next_power_of_2(head_dim)),
+            "D_BLOCK": width,
             "BLOCK_SIZE": block_size,
             "PRECISION": None if is_half else "ieee",
         }
         self._attend_constants: dict[str, Any] = {
             "SMALL": small,
             "LARGE": max(small, LARGE_QUERIES),
-            "KEYS": 64 if is_half else 32,
+            "KEYS": 64 if is_half else 32 if width <= 128 else 16,  # 99 KiB of shared memory, the least there is
             "STAGES": 2,
             "num_warps": 4,
         }
-        self._chunk_constants = choose_chunk_constants(self._constants["D_BLOCK"], small, is_half=is_half)
+        self._chunk_constants = choose_chunk_constants(width, small, is_half=is_half)
         self._plan: AttentionPlan | None = None
         self._partials = torch.empty(0, heads, head_dim, dtype=torch.float32, device=device)
         self._partial_sums = torch.empty(0, heads, 2, dtype=torch.float32, device=device)
@@ -305,11 +305,10 @@ class PagedAttention:
             query = query.contiguous()
         rows = len(query)
         out = torch.empty(rows, self.heads, self.head_dim, dtype=query.dtype, device=query.device)
-        num_other_items, num_chunk_items, num_merged_rows = 1, 0, rows
-        if rows > self._max_graph_rows and self._plan is not None:
-            step = self._plan
-            num_other_items, num_chunk_items = step.num_other_items, step.num_chunk_items
-            num_merged_rows = step.num_merged_rows
+        step = self._plan if rows > self._max_graph_rows else None
+        num_other_items = 1 if step is None else step.num_other_items
+        num_chunk_items = 0 if step is None else step.num_chunk_items
+        num_merged_rows = rows if step is None else step.num_merged_rows
         arguments = query, cache, plan, positions, out, self._partials, self._partial_sums, query.stride(0)
         constants = {**self._constants, "WINDOW": window, "SCALE": scaling}
         if num_other_items:

@@ -4,11 +4,12 @@ For each block of queries a list names the blocks of keys that it sees, and for 
 blocks of queries that see it (`ramify.model.tree_attention.BlockMask`). Fully visible blocks come first in a list and
 need no mask. In the forward pass a program owns a block of queries and loops over keys. The backward pass runs two
 kernels, one that owns queries and one that owns keys: no two programs add to the same memory, so gradients are
-bitwise reproducible. Very long lists are scheduled first, for load balance.
+bitwise reproducible. Very long lists are scheduled first, for load balance. Where the shared memory of a GPU does not
+hold blocks of wide heads, a program computes a tile of its block, and reads the other blocks tile by tile.
 
 Tensors are contiguous [tokens, heads, width]; scores are in base 2. Lists are read one iteration ahead, so that the
 address of the next load is known early. Where it pays, loads in loops go through the Tensor Memory Accelerator (TMA),
-which takes the corner of a block instead of one address per thread (`_block_descriptor`); on chips without one, Triton
+which takes the corner of a tile instead of one address per thread (`_tile_descriptor`); on chips without one, Triton
 emulates it.
 
 The running maximum of a row is an integer, so that changing it only shifts exponents: weights are rounded to bfloat16
@@ -34,21 +35,37 @@ MASKED_SCORE = tl.constexpr(-(2.0**100))
 
 
 @triton.jit
-def _block_offset(block, head, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the offset of the first element of a head in a block."""
-    return block.to(tl.int64) * (BLOCK * HEADS * D) + head * D
+def _load_header(BLOCK_LISTS, tokens, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Return the blocks of a program, its own tile, and how many tiles are fully visible, and visible at all."""
+    parts: tl.constexpr = BLOCK // TILE
+    list_ptr = BLOCK_LISTS + tl.program_id(1) // parts * (tokens // BLOCK + 3)
+    tile = tl.load(list_ptr) * parts + tl.program_id(1) % parts
+    return list_ptr + 3, tile, tl.load(list_ptr + 1) * parts, tl.load(list_ptr + 2) * parts
 
 
 @triton.jit
-def _element_offsets(HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the offsets of all elements of a head in a block, relative to the first."""
-    return tl.arange(0, BLOCK)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
+def _load_tile_index(blocks, index, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Return the tile at a place in a list of blocks."""
+    parts: tl.constexpr = BLOCK // TILE
+    return tl.load(blocks + index // parts) * parts + index % parts
 
 
 @triton.jit
-def _block_descriptor(X, tokens, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a tensor descriptor that loads a block of a head by the coordinates of its first element."""
-    return tl.make_tensor_descriptor(X, [tokens, HEADS * D], [HEADS * D, 1], [BLOCK, D])
+def _tile_offset(tile, head, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr):
+    """Return the offset of the first element of a head in a tile."""
+    return tile.to(tl.int64) * (TILE * HEADS * D) + head * D
+
+
+@triton.jit
+def _element_offsets(HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr):
+    """Return the offsets of all elements of a head in a tile, relative to the first."""
+    return tl.arange(0, TILE)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def _tile_descriptor(X, tokens, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr):
+    """Return a tensor descriptor that loads a tile of a head by the coordinates of its first element."""
+    return tl.make_tensor_descriptor(X, [tokens, HEADS * D], [HEADS * D, 1], [TILE, D])
 
 
 @triton.jit
@@ -63,35 +80,36 @@ def _mask_scores(scores, END, POSITION, queries, keys, WINDOW: tl.constexpr):
 @triton.jit
 def _forward(
     Q, K, V, END, POSITION, BLOCK_LISTS, OUT, LSE, tokens,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head, list_ptr = tl.program_id(0), BLOCK_LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
-    block, num_full, num_blocks = tl.load(list_ptr), tl.load(list_ptr + 1), tl.load(list_ptr + 2)
+    head = tl.program_id(0)
+    blocks, tile, num_full, num_tiles = _load_header(BLOCK_LISTS, tokens, BLOCK, TILE)
     kv_head = head // (HEADS // KV_HEADS)
-    queries = block * BLOCK + tl.arange(0, BLOCK)
-    own_offsets = _block_offset(block, head, HEADS, D, BLOCK) + _element_offsets(HEADS, D, BLOCK)
+    queries = tile * TILE + tl.arange(0, TILE)
+    own_offsets = _tile_offset(tile, head, HEADS, D, TILE) + _element_offsets(HEADS, D, TILE)
     q = tl.load(Q + own_offsets)
-    k_blocks = _block_descriptor(K, tokens, KV_HEADS, D, BLOCK)
-    v_blocks = _block_descriptor(V, tokens, KV_HEADS, D, BLOCK)
-    acc = tl.zeros([BLOCK, D], tl.float32)
-    row_max = tl.full([BLOCK], MASKED_SCORE, tl.float32)
-    row_sum = tl.zeros([BLOCK], tl.float32)
+    k_tiles = _tile_descriptor(K, tokens, KV_HEADS, D, TILE)
+    v_tiles = _tile_descriptor(V, tokens, KV_HEADS, D, TILE)
+    acc = tl.zeros([TILE, D], tl.float32)
+    row_max = tl.full([TILE], MASKED_SCORE, tl.float32)
+    row_sum = tl.zeros([TILE], tl.float32)
     for needs_mask in tl.static_range(2):
-        first, last = (num_full, num_blocks) if needs_mask else (0, num_full)
-        next_block = tl.load(list_ptr + 3 + first)
+        first, last = (num_full, num_tiles) if needs_mask else (0, num_full)
+        next_tile = _load_tile_index(blocks, first, BLOCK, TILE)
         for index in range(first, last):
-            key_block, next_block = next_block, tl.load(list_ptr + 3 + tl.minimum(index + 1, num_blocks - 1))
-            k = k_blocks.load([key_block * BLOCK, kv_head * D])
+            key_tile, next_index = next_tile, tl.minimum(index + 1, num_tiles - 1)
+            next_tile = _load_tile_index(blocks, next_index, BLOCK, TILE)
+            k = k_tiles.load([key_tile * TILE, kv_head * D])
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if needs_mask:
-                keys = key_block * BLOCK + tl.arange(0, BLOCK)
+                keys = key_tile * TILE + tl.arange(0, TILE)
                 scores = _mask_scores(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
             new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1) * (SCALE * LOG2E)))
             rescale = tl.exp2(row_max - new_max)
             weight = tl.exp2(scores * (SCALE * LOG2E) - new_max[:, None])
             row_max, row_sum = new_max, row_sum * rescale + tl.sum(weight, 1)
-            v = v_blocks.load([key_block * BLOCK, kv_head * D])
+            v = v_tiles.load([key_tile * TILE, kv_head * D])
             acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     tl.store(OUT + own_offsets, (acc / row_sum[:, None]).to(OUT.dtype.element_ty))
     tl.store(LSE + head * tokens + queries, row_max + tl.log2(row_sum))
@@ -100,30 +118,31 @@ def _forward(
 @triton.jit
 def _backward_queries(
     Q, K, V, END, POSITION, BLOCK_LISTS, OUT, GRAD, LSE, DELTA, D_Q, tokens,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head, list_ptr = tl.program_id(0), BLOCK_LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
-    block, num_full, num_blocks = tl.load(list_ptr), tl.load(list_ptr + 1), tl.load(list_ptr + 2)
+    head = tl.program_id(0)
+    blocks, tile, num_full, num_tiles = _load_header(BLOCK_LISTS, tokens, BLOCK, TILE)
     kv_head = head // (HEADS // KV_HEADS)
-    queries = block * BLOCK + tl.arange(0, BLOCK)
-    own_offsets = _block_offset(block, head, HEADS, D, BLOCK) + _element_offsets(HEADS, D, BLOCK)
-    kv_offsets = _element_offsets(KV_HEADS, D, BLOCK)
+    queries = tile * TILE + tl.arange(0, TILE)
+    own_offsets = _tile_offset(tile, head, HEADS, D, TILE) + _element_offsets(HEADS, D, TILE)
+    kv_offsets = _element_offsets(KV_HEADS, D, TILE)
     q, grad = tl.load(Q + own_offsets), tl.load(GRAD + own_offsets)
     lse = tl.load(LSE + head * tokens + queries)
     delta = tl.sum(tl.load(OUT + own_offsets).to(tl.float32) * grad, 1)
     tl.store(DELTA + head * tokens + queries, delta)
-    d_q = tl.zeros([BLOCK, D], tl.float32)
+    d_q = tl.zeros([TILE, D], tl.float32)
     for needs_mask in tl.static_range(2):
-        first, last = (num_full, num_blocks) if needs_mask else (0, num_full)
-        next_block = tl.load(list_ptr + 3 + first)
+        first, last = (num_full, num_tiles) if needs_mask else (0, num_full)
+        next_tile = _load_tile_index(blocks, first, BLOCK, TILE)
         for index in range(first, last):
-            key_block, next_block = next_block, tl.load(list_ptr + 3 + tl.minimum(index + 1, num_blocks - 1))
-            key_offset = _block_offset(key_block, kv_head, KV_HEADS, D, BLOCK)
+            key_tile, next_index = next_tile, tl.minimum(index + 1, num_tiles - 1)
+            next_tile = _load_tile_index(blocks, next_index, BLOCK, TILE)
+            key_offset = _tile_offset(key_tile, kv_head, KV_HEADS, D, TILE)
             k = tl.load(K + key_offset + kv_offsets)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)
             if needs_mask:
-                keys = key_block * BLOCK + tl.arange(0, BLOCK)
+                keys = key_tile * TILE + tl.arange(0, TILE)
                 scores = _mask_scores(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
             d_weight = tl.dot(grad, tl.trans(tl.load(V + key_offset + kv_offsets)), input_precision=PRECISION)
             d_scores = tl.exp2(scores - lse[:, None]) * (d_weight - delta[:, None])
@@ -134,35 +153,35 @@ def _backward_queries(
 @triton.jit
 def _backward_keys(
     Q, K, V, END, POSITION, BLOCK_LISTS, GRAD, LSE, DELTA, D_K, D_V, tokens,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    kv_head, list_ptr = tl.program_id(0), BLOCK_LISTS + tl.program_id(1) * (tokens // BLOCK + 3)
-    block, num_full, num_blocks = tl.load(list_ptr), tl.load(list_ptr + 1), tl.load(list_ptr + 2)
-    keys = block * BLOCK + tl.arange(0, BLOCK)
-    own_offsets = _block_offset(block, kv_head, KV_HEADS, D, BLOCK) + _element_offsets(KV_HEADS, D, BLOCK)
+    kv_head = tl.program_id(0)
+    blocks, tile, num_full, num_tiles = _load_header(BLOCK_LISTS, tokens, BLOCK, TILE)
+    keys = tile * TILE + tl.arange(0, TILE)
+    own_offsets = _tile_offset(tile, kv_head, KV_HEADS, D, TILE) + _element_offsets(KV_HEADS, D, TILE)
     k, v = tl.load(K + own_offsets), tl.load(V + own_offsets)
-    q_blocks = _block_descriptor(Q, tokens, HEADS, D, BLOCK)
-    grad_blocks = _block_descriptor(GRAD, tokens, HEADS, D, BLOCK)
-    d_k = tl.zeros([BLOCK, D], tl.float32)
-    d_v = tl.zeros([BLOCK, D], tl.float32)
+    q_tiles = _tile_descriptor(Q, tokens, HEADS, D, TILE)
+    grad_tiles = _tile_descriptor(GRAD, tokens, HEADS, D, TILE)
+    d_k = tl.zeros([TILE, D], tl.float32)
+    d_v = tl.zeros([TILE, D], tl.float32)
     for needs_mask in tl.static_range(2):
-        first, last = (num_full, num_blocks) if needs_mask else (0, num_full)
-        index, next_block = first, tl.load(list_ptr + 3 + first)
+        first, last = (num_full, num_tiles) if needs_mask else (0, num_full)
+        index, next_tile = first, _load_tile_index(blocks, first, BLOCK, TILE)
         next_head = kv_head * (HEADS // KV_HEADS)
         for _ in range((last - first) * (HEADS // KV_HEADS)):  # the list, once for each head that shares the keys
-            query_block, head = next_block, next_head
+            query_tile, head = next_tile, next_head
             at_list_end = index + 1 == last
             index = tl.where(at_list_end, first, index + 1)
             next_head += at_list_end.to(tl.int32)
-            next_block = tl.load(list_ptr + 3 + index)
-            queries = query_block * BLOCK + tl.arange(0, BLOCK)
-            q = q_blocks.load([query_block * BLOCK, head * D])
+            next_tile = _load_tile_index(blocks, index, BLOCK, TILE)
+            queries = query_tile * TILE + tl.arange(0, TILE)
+            q = q_tiles.load([query_tile * TILE, head * D])
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (SCALE * LOG2E)
             if needs_mask:
                 scores = _mask_scores(scores, END, POSITION, queries[None, :], keys[:, None], WINDOW)
             weight = tl.exp2(scores - tl.load(LSE + head * tokens + queries)[None, :])
-            grad = grad_blocks.load([query_block * BLOCK, head * D])
+            grad = grad_tiles.load([query_tile * TILE, head * D])
             d_v = tl.dot(weight.to(grad.dtype), grad, d_v, input_precision=PRECISION)
             d_weight = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             d_scores = weight * (d_weight - tl.load(DELTA + head * tokens + queries)[None, :])
@@ -192,7 +211,7 @@ def tree_attention_op(
     constexprs = _constexpr_args(query, key, kv_lists, scale, window, stages=1)
     set_triton_allocator()
     inputs = query, key, value, end, position
-    wrap_triton(_forward)[(heads, len(kv_lists))](*inputs, kv_lists, out, lse, tokens, **constexprs)
+    wrap_triton(_forward)[(heads, tokens // constexprs["TILE"])](*inputs, kv_lists, out, lse, tokens, **constexprs)
     return out, lse
 
 
@@ -216,10 +235,10 @@ def _tree_attention_backward_op(
     constexprs = _constexpr_args(query, key, kv_lists, scale, window, stages=2 if query.element_size() == 2 else 1)
     set_triton_allocator()
     inputs, saved = (query, key, value, end, position), (grad, lse, delta)
-    wrap_triton(_backward_queries)[(heads, len(kv_lists))](
+    wrap_triton(_backward_queries)[(heads, tokens // constexprs["TILE"])](
         *inputs, kv_lists, out, *saved, d_query, tokens, **constexprs
     )
-    wrap_triton(_backward_keys)[(key.shape[1], len(q_lists))](
+    wrap_triton(_backward_keys)[(key.shape[1], tokens // constexprs["TILE"])](
         *inputs, q_lists, *saved, d_key, d_value, tokens, **constexprs
     )
     return d_query, d_key, d_value
@@ -229,17 +248,33 @@ def _constexpr_args(
     query: Tensor, key: Tensor, kv_lists: Tensor, scale: float, window: int, stages: int
 ) -> dict[str, Any]:
     """Return the arguments that the kernels are compiled for."""
+    block = query.shape[0] // len(kv_lists)
     return {
         "HEADS": query.shape[1],
         "KV_HEADS": key.shape[1],
         "D": query.shape[2],
-        "BLOCK": query.shape[0] // len(kv_lists),
+        "BLOCK": block,
+        "TILE": choose_tile(block, query.shape[2] * query.element_size(), get_shared_memory(query.device)),
         "WINDOW": window,
         "SCALE": scale,
         "PRECISION": "ieee",  # of float32; the products of bfloat16 are exact
         "num_warps": 4 if query.element_size() == 2 else 8,
         "num_stages": stages,  # with one, more programs run at once
     }
+
+
+def choose_tile(block: int, row_bytes: int, shared_memory: int) -> int:
+    """Return the tokens that a program computes at once: a block, or a part of it of which shared memory holds five."""
+    while 5 * block * row_bytes > shared_memory:
+        block //= 2
+    return block
+
+
+def get_shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program can have; without a GPU, the bytes of an H100."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def set_triton_allocator() -> None:

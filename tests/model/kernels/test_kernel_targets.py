@@ -1,0 +1,201 @@
+"""Every Triton kernel compiles for the GPUs that are supported, within their shared memory. No GPU is needed.
+
+The operators are called with tensors on the CPU, and what they would launch is recorded instead of run; so the kernels
+are compiled with the sizes that the operators choose.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ramify.model.kernels.attention_plan import build_plan
+from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights, LayerWeights
+from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool
+from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
+
+pytestmark = [pytest.mark.process, pytest.mark.full("minutes of compilation")]
+triton = pytest.importorskip("triton")
+
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # of a block, by compute capability
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+}
+Launch = tuple[Any, dict[str, Any]]  # kernel, arguments and options
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch, operator: Callable[[], object]) -> list[Launch]:
+    """Return the kernels that the operator launches, and their arguments."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append((kernel, {**dict(zip(kernel.arg_names, args)), **kwargs}))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.runtime.jit.JITFunction, "run", record)
+        operator()
+    return launches
+
+
+def compile_launch(launch: Launch, capability: int) -> Any:
+    """Compile a kernel for a GPU, as a launch with these arguments does."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, arguments = launch
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if not isinstance(value, float) and (isinstance(value, torch.Tensor) or value % 16 == 0):
+            attributes[index,] = [["tt.divisibility", 16]]
+    options = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def run_decoder(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Run a layer of the engine's decoder, for a step with a decoding sequence and a chunk, and sample a token."""
+    from ramify.model.kernels.cuda.decoder import CudaDecoderOps
+    from ramify.model.kernels.cuda.paged_attention import PagedAttention
+    from ramify.model.kernels.cuda.sampling import gather_ids, sample_rows
+
+    num_rows, hidden, inner, vocab = 41, 64, 96, 50
+    pool = KVPool(1, 4, 16, kv_heads, head_dim, dtype, "cpu")
+    kernels = PagedAttention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=16,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_graph_rows=0,
+    )
+    tables, starts, stops = [np.arange(1, 200), np.arange(200, 203)], [1000, 0], [1001, 40]
+    shape = replace(kernels.get_shape(num_rows), num_programs=400)  # as on a GPU, so that pieces are merged
+    plan = build_plan(tables, starts, stops, num_rows, shape)
+    kernels.prepare(plan)
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    rows, sampled = zeros(num_rows, dtype=torch.int32), zeros(num_rows, 2, dtype=torch.int32)
+    gather_ids(rows, rows, sampled, rows)
+    num_heads = heads + 2 * kv_heads
+    layer = LayerWeights(
+        norm=zeros(hidden),
+        qkv=zeros(hidden, num_heads * head_dim),
+        qkv_bias=zeros(num_heads * head_dim),
+        q_norm=zeros(head_dim),
+        k_norm=zeros(head_dim),
+        out=zeros(heads * head_dim, hidden),
+        out_bias=None,
+        mlp_norm=zeros(hidden),
+        gate_up=zeros(hidden, 2 * inner),
+        down=zeros(inner, hidden),
+    )
+    rope = zeros(64, 2 * head_dim, dtype=torch.float32)
+    weights = DecoderWeights(zeros(vocab, hidden), rope, zeros(hidden), zeros(vocab, hidden), None, [layer])
+    ops = CudaDecoderOps(DecoderSizes(heads, kv_heads, head_dim, hidden, inner, 1e-6, 0.1))
+    metadata = AttentionMetadata(pool, rows, plan=DevicePlan(torch.from_numpy(plan.data), rows, kernels))
+    logits = ops.forward(weights, rows, rows, metadata, rows[:2])
+    sample_rows(logits, zeros(2, dtype=torch.float32), zeros(2, dtype=torch.int64), rows, rows, sampled)
+
+
+def train_layer(width: int, dtype: torch.dtype) -> None:
+    """Run the trainer's operators forward and backward."""
+    from ramify.model.kernels.cuda.add_norm import add_norm_products
+    from ramify.model.kernels.cuda.norm_rotary import norm_rotate
+    from ramify.model.kernels.cuda.tree_attention import tree_attention_op
+
+    tokens, heads, kv_heads, hidden = 256, 4, 2, 64
+    end = np.repeat([128, 256], 128).astype(np.int32)
+    mask = BlockMask.build(end, np.arange(tokens, dtype=np.int32), 0, torch.device("cpu"))
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    query = norm_rotate(zeros(tokens, heads, width), zeros(width), zeros(tokens, width), zeros(tokens, width), 1e-6)
+    out, _ = tree_attention_op(query, zeros(tokens, kv_heads, width), zeros(tokens, kv_heads, width), *mask, 0.1, 0)
+    matrices = zeros(96, hidden), zeros(96, hidden)
+    products = add_norm_products(zeros(tokens, hidden), zeros(tokens, hidden), zeros(hidden), *matrices, 1e-6)
+    (out.sum() + products[0].sum() + products[1].sum() + products[2].sum()).backward()
+
+
+def update_weights(moments: str) -> None:
+    """Run the fused AdamW."""
+    from ramify.train.fused_adamw import FusedAdamW
+    from ramify.train.master_weights import MasterWeights
+
+    module = nn.ParameterDict({"weight": torch.zeros(64, 64)})
+    masters = MasterWeights(module, torch.bfloat16)
+    parameters = list(module.parameters())
+    optimizer = FusedAdamW([{"params": parameters}], masters, parameters if moments == "8bit" else [], lr=1e-3)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+    masters.zero_grad(num_packs=1)
+    module["weight"].sum().backward()
+    optimizer.step()
+
+
+def check_launches(launches: list[Launch], capability: int, expected: set[str]) -> None:
+    """Compile the kernels of all launches."""
+    assert {kernel.__name__ for kernel, _ in launches} == expected
+    for kernel, arguments in launches:
+        size = compile_launch((kernel, arguments), capability).metadata.shared
+        assert size <= SHARED_MEMORY[capability], f"{kernel.__name__} needs {size} bytes of shared memory"
+
+
+DECODER_KERNELS = {"_add_norm", "_rotate_and_cache", "_attend", "_attend_chunks", "_merge", "_silu_product"}
+SAMPLING_KERNELS = {"_gather_ids", "_sum_parts", "_select_tokens"}
+for_each_capability = pytest.mark.parametrize("capability", SHARED_MEMORY)
+
+
+@for_each_capability
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype"),
+    [
+        (14, 2, 64, torch.bfloat16),
+        (8, 8, 80, torch.bfloat16),
+        (32, 8, 128, torch.bfloat16),
+        (32, 8, 128, torch.float32),
+        (16, 2, 256, torch.bfloat16),
+        (16, 2, 256, torch.float32),
+    ],
+)
+def test_the_kernels_of_the_engine_compile(heads, kv_heads, head_dim, dtype, capability, monkeypatch):
+    launches = record_launches(monkeypatch, lambda: run_decoder(heads, kv_heads, head_dim, dtype))
+    check_launches(launches, capability, DECODER_KERNELS | SAMPLING_KERNELS)
+
+
+@for_each_capability
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [128, 256])
+def test_the_kernels_of_the_trainer_compile(width, dtype, capability, monkeypatch):
+    from ramify.model.kernels.cuda.tree_attention import choose_tile
+
+    launches = record_launches(monkeypatch, lambda: train_layer(width, dtype))
+    for _, arguments in launches:
+        if "TILE" in arguments:
+            row_bytes = width * dtype.itemsize
+            arguments["TILE"] = choose_tile(BLOCK_SIZE, row_bytes, SHARED_MEMORY[capability])
+    check_launches(launches, capability, {"_forward", "_backward", "_backward_queries", "_backward_keys"})
+
+
+@for_each_capability
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_the_optimizer_compiles(moments, capability, monkeypatch):
+    launches = record_launches(monkeypatch, lambda: update_weights(moments))
+    check_launches(launches, capability, {"_adamw_kernel"})
