@@ -37,6 +37,7 @@ from ramify.infer.scheduler import ScheduledChunk, Scheduler
 from ramify.model.load import LoadedModel
 from ramify.model.logprob_check import compute_logprobs
 from ramify.model.weights import StagedWeights, apply_weights, get_untied_tensors
+from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
 from ramify.trace.version import UNDEFINED_POLICY, PolicyVersion
 
 KVSwapMode = Literal["recompute", "keep"]
@@ -427,14 +428,19 @@ def _max_model_len(model: LoadedModel, config: EngineConfig) -> int:
 
 
 def _num_kv_blocks(model: LoadedModel, config: EngineConfig, limits: EngineLimits) -> int:
-    """Return the number of blocks of the cache, including the reserved one."""
+    """Return the number of blocks of the cache, including the reserved one.
+
+    If a trainer shares the GPU, what is free depends on when it allocates, so the fraction is of all memory, as in the
+    plan of the run; the trainer leaves it.
+    """
     block_size = config.block_size
     if config.kv_cache_tokens is not None:
         return -(-config.kv_cache_tokens // block_size) + 1
     shape = model.shape
     bytes_per_token = 2 * len(shape.kv_layers) * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
     on_gpu = model.device.type == "cuda"
-    free_bytes = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
+    is_shared = TRAINING_LOCK_VARIABLE in os.environ
+    free_bytes = torch.cuda.mem_get_info(model.device)[is_shared] if on_gpu else psutil.virtual_memory().available
     num_states = limits.max_running_requests + limits.num_state_snapshots
     state_bytes = num_states * sum(spec.nbytes for spec in model.state_specs)
     affordable = max(0, int(free_bytes * limits.kv_memory_fraction) - state_bytes) // (bytes_per_token * block_size)
