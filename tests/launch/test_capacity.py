@@ -1,11 +1,19 @@
 """Whether a run fits its nodes, what would fit, and the plan of a cluster as `--dry-run` prints it."""
 
+import dataclasses
+import functools
+import re
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ramify.cli import main
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
-from ramify.launch.capacity import check_allocation, find_long_path_warning, place_run, plan_moments
+from ramify.launch.capacity import check_allocation, find_long_path_warning, place_run, plan_sizes
 from ramify.launch.demands import list_planned_nodes
+from ramify.launch.plan import format_plan, plan_run
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CheckpointManifest
 from tests.support.plans import build_machine
@@ -42,18 +50,119 @@ def build_run(model: str, **more) -> RunConfig:
 
 def test_a_run_that_needs_too_much_memory_is_refused_with_what_would_fit():
     with pytest.raises(ClusterTooSmall, match=r"not enough memory: GPU 0 has 80.0 GiB, the run needs about \d+"):
-        place_run(build_run("org/Some-32B"), [build_machine(2)])
+        plan_run(build_run("org/Some-32B"), [build_machine(2)])
     with pytest.raises(ClusterTooSmall, match=r"not enough memory: this machine has .*(?s:.)* --assume-gpus 8x80"):
-        place_run(build_run("org/Some-32B"), [build_machine()])
-    with pytest.raises(ClusterTooSmall, match=r"with --trainer.lora.enabled true .*, or with .* on 2 GPUs"):
-        place_run(build_run("org/Some-4B"), [build_machine(1)])
+        plan_run(build_run("org/Some-32B"), [build_machine()])
+    with pytest.raises(
+        ClusterTooSmall, match=r"with --trainer.lora.enabled true \(\d+.\d GiB of a GPU\), or with .* on"
+    ):
+        plan_run(build_run("org/Some-4B"), [build_machine(1, gpu_gib=40)])
     with pytest.raises(ClusterTooSmall, match=r"it would fit with a smaller model, or with vLLM engines of several"):
-        place_run(build_run("org/Some-700B"), [build_machine(8)])
+        plan_run(build_run("org/Some-700B"), [build_machine(8)])
 
 
-def test_advice_is_not_repeated_with_more_settings_or_gpus():
-    with pytest.raises(ClusterTooSmall, match=r"it would fit with --trainer.pack_tokens 4096$"):
-        place_run(build_run("org/Some-4B"), [build_machine(4, gpu_gib=60)])
+def test_advice_does_not_ask_for_gpus_that_are_not_there():
+    with pytest.raises(ClusterTooSmall) as caught:
+        plan_run(build_run("org/Some-8B"), [build_machine(1, gpu_gib=24)])
+    assert "tensor_parallel" not in caught.value.message
+    assert re.search(
+        r"--trainer.lora.enabled true .*\(--assume-gpus 2x24\) \(2\d.\d GiB of a GPU\)", caught.value.message
+    )
+    with pytest.raises(ClusterTooSmall, match=r"it would fit with a smaller model, or with larger GPUs$"):
+        plan_run(build_run("org/Some-700B"), [build_machine(1)])
+
+
+def test_advice_is_not_repeated_with_more_settings():
+    run = build_run("org/Some-4B", trainer={"pack_tokens": 16384, "recompute_layers": 0})
+    with pytest.raises(ClusterTooSmall) as caught:
+        plan_run(run, [build_machine(1, gpu_gib=80)])
+    assert caught.value.message.count("--trainer.pack_tokens auto") == 1
+    assert "--trainer.recompute_layers auto" not in caught.value.message
+
+
+def test_a_shorter_seq_len_is_suggested():
+    run = build_run("org/Some-4B", seq_len=131072)
+    with pytest.raises(ClusterTooSmall, match=r"--seq_len (65536|32768|16384|8192|4096) \(\d+.\d GiB of a GPU\)"):
+        plan_run(run, [build_machine(1, gpu_gib=80)])
+
+
+def test_the_fastest_sizes_that_fit_are_chosen_and_explained():
+    run = build_run("org/Some-4B", seq_len=2048)
+    planned, placement = plan_run(run, [build_machine(1, gpu_gib=140)])
+    trainer, inference = planned.trainer, planned.inference
+    assert (trainer.optim.moments, trainer.recompute_layers) == ("float32", 0)
+    assert trainer.pack_tokens >= 8192
+    assert (inference.max_running_requests, inference.max_num_batched_tokens) == (256, 8192)
+    assert inference.kv_cache_tokens in (64 * 2048, 128 * 2048, 256 * 2048)
+    lines = format_plan(planned, placement)
+    for key in (
+        "trainer.pack_tokens",
+        "trainer.recompute_layers",
+        "trainer.optim.moments",
+        "inference.kv_cache_tokens",
+    ):
+        assert any(line.startswith(f"{key} = ") for line in lines), key
+    header = next(line for line in lines if "headroom" in line)
+    assert "weights  moments  gradients  activations  keys and values  working  headroom  total" in header
+    cells = [float(cell) for cell in lines[lines.index(header) + 1].split()[2:]]
+    assert sum(cells[:-1]) == pytest.approx(cells[-1], abs=0.3)
+    assert cells[-1] == 140 and cells[-2] >= 0.05 * 140 - 0.1
+
+
+def test_a_pack_holds_the_longest_path():
+    planned, _ = plan_run(build_run("org/Some-4B", seq_len=20000), [build_machine(1, gpu_gib=140)])
+    assert planned.trainer.pack_tokens == 20096
+
+
+def test_a_run_on_a_cpu_is_not_changed():
+    run = build_run("tiny")
+    planned, _ = plan_run(run, [build_machine()])
+    assert (planned.trainer, planned.inference) == (run.trainer, run.inference)
+
+
+MODELS = ["org/Some-600M", "org/Some-2B", "org/Some-4B", "org/Some-8B", "org/Some-14B"]
+USER_SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "trainer.pack_tokens": st.sampled_from([1024, 4096, 40960]),
+        "trainer.recompute_layers": st.integers(0, 40),
+        "trainer.optim.moments": st.sampled_from(["float32", "8bit"]),
+        "trainer.lora.rank": st.sampled_from([8, 64]),
+        "inference.kv_cache_tokens": st.integers(1000, 10**6),
+        "inference.max_running_requests": st.integers(1, 1000),
+        "inference.max_num_batched_tokens": st.integers(1000, 16384),
+        "orchestrator.group_size": st.sampled_from([4, 64]),
+    },
+)
+
+
+@given(
+    st.sampled_from(MODELS),
+    st.sampled_from([24, 48, 80, 140]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([512, 2048, 8192, 32768]),
+    USER_SETTINGS,
+)
+def test_parts_of_a_plan_fit_the_gpu_and_what_the_user_set_is_kept(model, gib, num_gpus, seq_len, settings):
+    table: dict[str, Any] = {}
+    for key, value in settings.items():
+        *path, name = key.split(".")
+        section = functools.reduce(lambda part, word: part.setdefault(word, {}), path, table)
+        section[name] = value
+    run = build_run(model, **{"seq_len": seq_len, **table})
+    try:
+        planned, placement = plan_run(run, [build_machine(num_gpus, gpu_gib=gib, memory_gib=2000)])
+    except ClusterTooSmall as error:
+        assert "it would fit with " in error.message
+        return
+    for key, value in settings.items():
+        assert functools.reduce(getattr, key.split("."), planned) == value, key
+    assert planned.trainer.pack_tokens >= seq_len or "trainer.pack_tokens" in settings
+    uses = placement.list_gpu_use()
+    assert uses
+    for _, use, memory in uses:
+        assert use.needed <= memory + 8 and min(dataclasses.astuple(use)) >= 0
+    assert sum(use.kv_cache for _, use, _ in uses) > 0
 
 
 def test_copies_of_shared_weights_are_counted():
@@ -71,20 +180,18 @@ def test_copies_of_shared_weights_are_counted():
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "gib", "moments"), [(1, 80, "float32"), (1, 34, "8bit"), (1, 16, "float32"), (0, 0, "auto")]
+    ("num_gpus", "gib", "moments"), [(1, 80, "float32"), (1, 34, "8bit"), (1, 140, "float32"), (0, 0, "auto")]
 )
 def test_moments_have_8_bits_where_float32_does_not_fit_and_8_bits_do(tmp_path, num_gpus, gib, moments):
-    settings = {"inference": {"kv_memory_fraction": 0.05}, "trainer": {"pack_tokens": 1024}, "output": tmp_path}
-    run = plan_moments(build_run("org/Some-2B", **settings), [build_machine(num_gpus, gpu_gib=gib)])
-    assert run.trainer.optim.moments == moments
+    planned, _ = plan_sizes(build_run("org/Some-2B", output=tmp_path), [build_machine(num_gpus, gpu_gib=gib)])
+    assert planned.trainer.optim.moments == moments
 
 
 def test_an_allocation_that_fits_with_8_bits_is_accepted(tmp_path):
-    settings = {"inference": {"kv_memory_fraction": 0.05}, "trainer": {"pack_tokens": 1024}, "output": tmp_path}
     cluster = {"launcher": "ray", "node": {"cores": 16, "gpus": 2, "gpu_memory_gib": 30}}
-    run = build_run("org/Some-2B", **settings, cluster=cluster)
+    run = build_run("org/Some-2B", output=tmp_path, cluster=cluster)
     check_allocation(run)
-    assert plan_moments(run, list_planned_nodes(run)).trainer.optim.moments == "8bit"
+    assert plan_sizes(run, list_planned_nodes(run))[0].trainer.optim.moments == "8bit"
 
 
 def test_moments_continue_as_in_the_checkpoints_unless_the_run_starts_over(tmp_path):
@@ -92,26 +199,52 @@ def test_moments_continue_as_in_the_checkpoints_unless_the_run_starts_over(tmp_p
     checkpoint = run.path / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     CheckpointManifest(step=1, optimizer="adamw-8bit", note={}, files={}).write(checkpoint)
-    assert plan_moments(run, nodes).trainer.optim.moments == "8bit"
-    assert plan_moments(run, nodes, fresh=True).trainer.optim.moments == "float32"
+    planned, reasons = plan_sizes(run, nodes)
+    assert planned.trainer.optim.moments == "8bit"
+    assert "trainer.optim.moments = 8bit: as in the run's checkpoints" in reasons
+    assert plan_sizes(run, nodes, fresh=True)[0].trainer.optim.moments == "float32"
 
 
 def test_8_bits_are_neither_chosen_nor_advised_for_several_ranks(tmp_path):
-    settings, nodes = {"launch": {"trainer_gpus": 2}, "output": tmp_path}, [build_machine(4, gpu_gib=34)]
-    compact = build_run("org/Some-4B", trainer={"pack_tokens": 1024, "recompute_layers": 99}, **settings)
-    assert plan_moments(compact, nodes).trainer.optim.moments == "float32"
+    run, nodes = build_run("org/Some-8B", launch={"trainer_gpus": 2}, output=tmp_path), [build_machine(4, gpu_gib=34)]
+    assert plan_sizes(run, nodes)[0].trainer.optim.moments == "float32"
     with pytest.raises(ClusterTooSmall, match=r"it would fit with .*--trainer.lora.enabled true") as caught:
-        place_run(build_run("org/Some-4B", **settings), nodes)
+        plan_run(run, nodes)
     assert "8bit" not in caught.value.message
+
+
+def test_weights_in_shared_memory_are_counted_as_memory_of_the_host():
+    def count_memory(transport: str) -> int:
+        run = build_run("org/Some-1B", weights={"transport": transport})
+        return place_run(run, [build_machine(2, memory_gib=256)]).get_demand("trainer").memory
+
+    assert count_memory("shm") - count_memory("disk") == pytest.approx(4 * 2 * 10**9, rel=0.01)
+    planned, _ = plan_run(build_run("org/Some-1B"), [build_machine(2, memory_gib=8)])
+    assert planned.weights.transport == "disk"
+
+
+def test_engines_on_more_gpus_than_the_trainer_are_not_all_beside_it():
+    trainer = {"optim": {"moments": "8bit"}}
+    run = build_run("org/Some-1B", launch={"gpu_placement": "colocated"}, trainer=trainer)
+    _, placement = plan_run(run, [build_machine(4)])
+    assert (
+        "inference: 4 engines of 1 GPU each, on all GPUs, also beside the trainer, as configured" in placement.reasons
+    )
+
+
+@pytest.mark.parametrize("key", ["trainer_gpus", "inference_gpus"])
+def test_too_many_gpus_are_reported_by_the_key_that_was_set(key):
+    with pytest.raises(ClusterTooSmall, match=rf"\n  launch.{key}: "):
+        plan_run(build_run("tiny", launch={key: 8}), [build_machine(4)])
 
 
 def test_paths_longer_than_a_pack_are_warned_about_not_refused():
     def find_warning(num_gpus: int, seq_len: int) -> str | None:
-        run = build_run("org/Some-1B", seq_len=seq_len)
+        run = build_run("org/Some-2B", seq_len=seq_len, trainer={"pack_tokens": 16384})
         return find_long_path_warning(run, place_run(run, [build_machine(num_gpus)]))
 
     assert find_warning(2, 16384) is None
-    warnings = [find_warning(num_gpus, 28000) for num_gpus in (2, 4, 8)]  # the trainer has one rank on each of them
+    warnings = [find_warning(num_gpus, 40000) for num_gpus in (2, 4, 8)]  # the trainer has one rank on each of them
     assert warnings[0] == warnings[1] == warnings[2]
     assert warnings[0] is not None and "GPU 0 has 80.0 GiB, the run needs about" in warnings[0]
 
@@ -177,9 +310,9 @@ def test_a_dry_run_on_ray_plans_with_the_configured_memory_of_a_gpu(run_file, ca
     output, note = capsys.readouterr().out, "note: each GPU is assumed to have 80 GiB, which Ray does not report"
     assert "a (a, head): 2 GPUs of 80 GiB, 4 cores" in output
     assert f"{note}; set cluster.node.gpu_memory_gib" in output
-    assert main([*command, "--cluster.node.gpu_memory_gib", "1.25"]) == 2
+    assert main([*command, "--cluster.node.gpu_memory_gib", "1.05"]) == 2
     error = capsys.readouterr().err
-    assert "has 1.2 GiB, the run needs about" in error and "assumed" not in error
+    assert "has 1.0 GiB, the run needs about" in error and "assumed" not in error
 
 
 def test_a_dry_run_says_what_other_jobs_use(run_file, capsys, monkeypatch):

@@ -4,17 +4,17 @@ import pytest
 
 from ramify.infer.config import EngineConfig, VLLMConfig
 from ramify.launch.memory import estimate_engine
-from ramify.train.memory import MAX_MEMORY_FRACTION, ModelSize
+from ramify.train.memory import ModelSize
 
 
 def test_states_take_memory_of_the_cache():
     sizes = [ModelSize(10**9, 20, 1024, 4096, 256, state_elements=elements) for elements in (0, 10**6)]
     engine = EngineConfig(kv_cache_tokens=1000, max_running_requests=8, state_snapshots=2)
     plain, recurrent = (estimate_engine(engine, 256, size, num_gpus=1, device_memory=80 << 30) for size in sizes)
-    assert (recurrent - plain) * MAX_MEMORY_FRACTION == pytest.approx((8 + 2) * 10**6 * 4)
+    assert recurrent.kv_cache - plain.kv_cache == pytest.approx((8 + 2) * 10**6 * 4)
 
 
 def test_weights_of_an_engine_are_split_over_its_gpus():
     size, engine = ModelSize(10**10, 20, 1024, 4096, 256), VLLMConfig(gpu_memory_utilization=0.01)
     one, two = (estimate_engine(engine, 256, size, num_gpus=gpus, device_memory=80 << 30) for gpus in (1, 2))
-    assert (one - two) * MAX_MEMORY_FRACTION == pytest.approx(10**10, rel=0.01)
+    assert one.weights - two.weights == pytest.approx(10**10, rel=0.01)

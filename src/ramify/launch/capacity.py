@@ -1,17 +1,24 @@
-"""Whether a run fits its nodes and, if it needs too much memory, with which settings it would.
+"""The sizes that a run on GPUs has, whether it fits its nodes and, if it does not, with which settings it would.
 
-The settings are found by placing the run again with changed settings, so the advice is right by construction.
+Sizes that are `auto` are found by one search: all combinations of packs, recomputed layers and sizes of the KV cache
+are tried by placing the run with them, the fastest first. What the user set is kept. Sizes change how fast a run is,
+not what it computes; the format of AdamW's moments does, so float32 is preferred. Advice for a run that does not fit is
+found by the same search with other settings, so it is right by construction.
 """
 
 import dataclasses
+import functools
+import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ramify.core.config import Config
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
-from ramify.launch.demands import TRAINER, FindSize, build_demands, list_planned_nodes
+from ramify.infer.config import EngineConfig, ExternalServersConfig, ManagedInferenceConfig, VLLMConfig
+from ramify.launch.demands import TRAINER, FindSize, GpuDivision, build_demands, list_planned_nodes
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import GIB, uses_gpu
 from ramify.launch.memory import estimate_trainer
@@ -21,15 +28,30 @@ from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
 from ramify.train.memory import ModelSize
 
 TRIED_GPUS = (2, 4, 8)  # of a machine, when a run that does not fit looks for one that it does
-SMALL_PACK_TOKENS = 4096
-SMALL_CACHE_FRACTION = 0.1  # of the GPU's memory, for the KV cache (native) or the engine (vLLM)
+SMALL_VLLM_FRACTION = 0.2  # of the GPU's memory, for vLLM
+MIN_SEQ_LEN = 512  # the shortest that is suggested
+PACK_SIZES = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
+PACK_MULTIPLE = 128
+PACK_LOSS_TOKENS = 1024  # lost per pack: padding, prefixes that are computed again, and the sum of its gradients
+RECOMPUTED_FRACTIONS = (0, 0.25, 0.5, 0.75, 1)  # of the layers
+RECOMPUTE_COST = 1 / 3  # of a step, if all layers are recomputed
+# How much slower a run is with a part of the KV cache that its requests can need at their full length.
+CACHE_COSTS = {1: 1.0, 1 / 2: 1.01, 1 / 4: 1.04, 1 / 8: 1.16, 1 / 16: 1.4, 1 / 32: 2.0}
+MAX_MOMENTS_COST = 1.5  # 8-bit moments are chosen if the run is slower by more than this with float32
+MIN_RUNNING_REQUESTS, MAX_RUNNING_REQUESTS = 64, 512  # of an engine
+MAX_CACHE_SHARING = 4  # running requests for each one that the KV cache can hold at full length
+MODEL_REQUESTS = 64  # running requests of another model, which scores or judges
+UNPLANNED_KV_FRACTION = 0.4  # of the memory, for an engine of a model whose size is unknown
+MOMENTS_KEY, PACKS_KEY, LAYERS_KEY = "trainer.optim.moments", "trainer.pack_tokens", "trainer.recompute_layers"
+RUNNING_KEY, BATCHED_KEY = "inference.max_running_requests", "inference.max_num_batched_tokens"
+CACHE_KEY, FRACTION_KEY = "inference.kv_cache_tokens", "inference.kv_memory_fraction"
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 Settings = dict[str, Any]  # values by dotted key
 
 
-def place_run(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunPlacement:
-    """Place the processes of a run.
+def place_run(config: RunConfig, nodes: Sequence[ClusterNode], *, user_config: RunConfig | None = None) -> RunPlacement:
+    """Place the processes of a run. `user_config` is its configuration before sizes were chosen, for advice.
 
     Raises ClusterTooSmall with all that does not fit and, if it is for lack of memory, with settings that would fit;
     ConfigInvalid if keys contradict each other.
@@ -37,14 +59,15 @@ def place_run(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunPlacement:
     if len(nodes) > 1 and config.cluster.shared_directory is None:
         problem = f"the cluster has {len(nodes)} nodes, so a directory that all of them reach is needed"
         raise ConfigInvalid(problem, key="cluster.shared_directory")
-    find_size = cache(ModelSize.from_name)
+    find_size = functools.cache(ModelSize.from_name)
     try:
         return _place(config, nodes, find_size)
     except ClusterTooSmall:
         unlimited = _place(config, nodes, find_size, check_memory=False)
         if problems := _list_shortages(unlimited):
             lines = [f"not enough memory: {problem}" for problem in problems]
-            lines += [_format_advice(config, nodes, find_size), *list_gpu_notes(config, nodes)]
+            advice = _format_advice(user_config or config, nodes, find_size)
+            lines += [advice, *list_gpu_notes(config, nodes)]
             raise ClusterTooSmall("\n".join(lines)) from None
         raise
 
@@ -66,6 +89,8 @@ def _place(
     try:
         return place_with()
     except ClusterTooSmall:
+        if all(node.allows_sharing for node in nodes):  # cores are shared without a limit
+            raise
         placement = _place_with_fewer_cores(place_with, max((int(node.num_cpus) for node in nodes), default=1))
         if placement is None:
             raise
@@ -107,20 +132,146 @@ def list_gpu_notes(config: RunConfig, nodes: Sequence[ClusterNode]) -> list[str]
     return [f"note: {assumption}; set cluster.node.gpu_memory_gib"]
 
 
-def plan_moments(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> RunConfig:
-    """Return the configuration with the format of AdamW's moments, if that is `auto` and the trainer has a GPU.
+# -- sizes -------------------------------------------------------------------------------------------------------------
 
-    A run with checkpoints continues in their format, unless it starts over (`fresh`). Otherwise it is float32, unless
-    the run fits only with 8 bits.
+
+@dataclass(frozen=True, slots=True)
+class SizeOption:
+    """Settings that decide how much memory a run takes, and how slow it is with them, relative to the fastest."""
+
+    settings: Settings
+    cost: float = 1.0
+
+
+def plan_sizes(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> tuple[RunConfig, list[str]]:
+    """Return the configuration with a value for each size of processes on GPUs that is `auto`, and the reasons.
+
+    A run with checkpoints continues with their format of AdamW's moments, unless it starts over (`fresh`). If no sizes
+    fit, the smallest are returned. Raises ConfigInvalid if keys contradict each other.
     """
-    optim, num_gpus = config.trainer.optim, sum(node.num_gpus for node in nodes)
-    if optim.moments != "auto" or optim.type != "adamw" or not uses_gpu(config.trainer.device, num_gpus):
-        return config
-    find_size, compact = cache(ModelSize.from_name), config.trainer.with_moments("8bit")
+    find_size, planned, reasons = functools.cache(ModelSize.from_name), config, dict[str, str]()
     moments = None if fresh else find_saved_moments((config.shared_path or config.path) / CHECKPOINTS_DIR)
-    if moments is None and not fits(config, nodes, find_size):
-        moments = "8bit" if fits(config.model_copy(update={"trainer": compact}), nodes, find_size) else None
-    return config.model_copy(update={"trainer": config.trainer.with_moments(moments or "float32")})
+    if moments is not None and None not in _list_moments(config, nodes):
+        planned, reasons = _with_settings(config, {MOMENTS_KEY: moments}), {MOMENTS_KEY: "as in the run's checkpoints"}
+    option, _ = _find_sizes(planned, nodes, find_size)
+    reasons |= _explain_sizes(planned, option.settings, find_size(config.model.name))
+    planned = _with_settings(planned, option.settings)
+    return planned, [f"{key} = {_get_value(planned, key)}: {reason}" for key, reason in reasons.items()]
+
+
+def _find_sizes(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> tuple[SizeOption, bool]:
+    """Return the fastest sizes that fit, and True; if none fit, the smallest sizes and False.
+
+    Moments are float32, unless the run fits only with 8 bits, or is much slower without.
+    """
+    chosen, smallest = None, SizeOption({})
+    for moments in _list_moments(config, nodes):
+        options = _list_options(config, nodes, find_size, moments)
+        if chosen is not None and chosen.cost <= MAX_MOMENTS_COST * options[0].cost:
+            break
+        smallest = options[-1]
+        candidates = options if fits(_with_settings(config, smallest.settings), nodes, find_size) else []
+        option = next((o for o in candidates if fits(_with_settings(config, o.settings), nodes, find_size)), None)
+        if option is not None and (chosen is None or chosen.cost > MAX_MOMENTS_COST * option.cost):
+            chosen = option
+    return (smallest, False) if chosen is None else (chosen, True)
+
+
+def _list_moments(config: RunConfig, nodes: Sequence[ClusterNode]) -> list[str | None]:
+    """Return the formats of AdamW's moments to choose from, the preferred one first; [None] if there is no choice."""
+    optim, num_ranks = config.trainer.optim, config.launch.trainer_gpus or config.cluster.trainer.num_ranks or 1
+    on_gpu = uses_gpu(config.trainer.device, sum(node.num_gpus for node in nodes))
+    if optim.moments != "auto" or optim.type != "adamw" or not on_gpu:
+        return [None]
+    return ["float32", "8bit"] if num_ranks == 1 else ["float32"]
+
+
+def _list_options(
+    config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize, moments: str | None
+) -> list[SizeOption]:
+    """Return all sizes to choose from, the fastest first and the smallest last."""
+    trainer, model, division = config.trainer, find_size(config.model.name), GpuDivision(config, nodes, find_size)
+    packs = layers = list[int | None]([None])
+    if model is not None and division.gpus_per_rank and trainer.pack_tokens == "auto":
+        longest = -(-config.seq_len // PACK_MULTIPLE) * PACK_MULTIPLE  # a path is never split
+        packs = [longest, *(tokens for tokens in PACK_SIZES if tokens > longest)]
+        packs = packs if longest >= PACK_SIZES[-1] else packs[1:]
+    if model is not None and division.gpus_per_rank and trainer.recompute_layers == "auto":
+        layers = list(dict.fromkeys(round(fraction * model.num_layers) for fraction in RECOMPUTED_FRACTIONS))
+    engines = [(_list_engine_settings(config, division, share), cost) for share, cost in CACHE_COSTS.items()]
+    options: list[SizeOption] = []
+    for num_tokens, num_layers, (engine_settings, cost) in itertools.product(packs, layers, engines):
+        sizes = {MOMENTS_KEY: moments, PACKS_KEY: num_tokens, LAYERS_KEY: num_layers}
+        settings = {key: value for key, value in sizes.items() if value is not None}
+        settings |= engine_settings
+        cost *= 1 + PACK_LOSS_TOKENS / num_tokens if num_tokens else 1
+        cost *= 1 + RECOMPUTE_COST * num_layers / model.num_layers if num_layers and model is not None else 1
+        options.append(SizeOption(settings, cost))
+    return sorted(options, key=lambda option: option.cost)
+
+
+def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float) -> Settings:
+    """Return the sizes of native engines on GPUs, with a share of the KV cache that their requests can need."""
+    orchestrator, find_size = config.orchestrator, division.find_size
+    slots = orchestrator.admission_limits.slots * orchestrator.group_size
+    in_flight = min(orchestrator.max_concurrency or slots, 2 * orchestrator.batch_size)  # one batch waits for training
+    num_requests = math.ceil(in_flight / max(1, division.num_engines))
+    num_requests = min(max(num_requests, MIN_RUNNING_REQUESTS), MAX_RUNNING_REQUESTS)
+
+    def choose(inference: ManagedInferenceConfig, model_name: str, num_requests: int, max_len: int) -> Settings:
+        if not isinstance(inference, EngineConfig) or not division.count_gpus(inference):
+            return {}
+        if is_auto := inference.max_running_requests == "auto":
+            inference = inference.model_copy(update={"max_running_requests": num_requests})
+        limits = inference.get_limits(gpu=True)
+        num_requests = min(limits.max_running_requests, limits.max_num_batched_tokens)
+        num_running = min(num_requests, max(MIN_RUNNING_REQUESTS, math.ceil(MAX_CACHE_SHARING * share * num_requests)))
+        sizes: Settings = {
+            "max_running_requests": num_running if is_auto else num_requests,
+            "max_num_batched_tokens": limits.max_num_batched_tokens,
+        }
+        if inference.kv_cache_tokens is None and inference.kv_memory_fraction == "auto":
+            num_tokens = math.ceil(share * num_requests) * (inference.max_model_len or max_len)
+            is_known = find_size(model_name) is not None
+            sizes |= {"kv_cache_tokens": num_tokens} if is_known else {"kv_memory_fraction": UNPLANNED_KV_FRACTION}
+        return sizes
+
+    models = dict(config.models)
+    for name, model in models.items():
+        if model.is_managed:
+            sizes = choose(model.inference, model.name, MODEL_REQUESTS, config.seq_len + 1)
+            models[name] = model.model_copy(update={"inference": model.inference.model_copy(update=sizes)})
+    settings: Settings = {"models": models} if models else {}
+    if not isinstance(config.inference, ExternalServersConfig):
+        sizes = choose(config.inference, config.model.name, num_requests, config.seq_len)
+        settings |= {f"inference.{name}": value for name, value in sizes.items()}
+    return settings
+
+
+def _explain_sizes(user_config: RunConfig, settings: Settings, model: ModelSize | None) -> dict[str, str]:
+    """Return why each size that the user did not set has its value, by key."""
+    reasons: dict[str, str] = {}
+    if MOMENTS_KEY in settings:
+        compact = "with float32 the run would not fit, or be slower by more than half"
+        reasons[MOMENTS_KEY] = "it fits" if settings[MOMENTS_KEY] == "float32" else compact
+    if PACKS_KEY in settings:
+        is_limited = settings[PACKS_KEY] < PACK_SIZES[0]
+        reasons[PACKS_KEY] = "the fastest that fits" if is_limited else "larger packs are not faster"
+        if settings[PACKS_KEY] - user_config.seq_len < PACK_MULTIPLE:
+            reasons[PACKS_KEY] = f"a path of seq_len = {user_config.seq_len} is never split"
+    if LAYERS_KEY in settings and model is not None:
+        kept = "all activations fit" if not settings[LAYERS_KEY] else "more activations would not fit"
+        reasons[LAYERS_KEY] = f"of {model.num_layers}; {kept}"
+    if RUNNING_KEY in settings:
+        num_requests, batch_size = settings[RUNNING_KEY], user_config.orchestrator.batch_size
+        reasons[RUNNING_KEY] = f"at most two batches of {batch_size} for all engines, and what the cache can hold"
+        reasons[BATCHED_KEY] = "a longer prefill in one step is not faster"
+        if CACHE_KEY in settings:
+            needed = num_requests * (getattr(user_config.inference, "max_model_len", None) or user_config.seq_len)
+            reasons[CACHE_KEY] = f"{settings[CACHE_KEY] / needed:.0%} of what {num_requests} requests can need"
+        if FRACTION_KEY in settings:
+            reasons[FRACTION_KEY] = "the size of the model is unknown"
+    return {key: reason for key, reason in reasons.items() if _get_value(user_config, key) in ("auto", None)}
 
 
 def fits(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize = ModelSize.from_name) -> bool:
@@ -141,8 +292,8 @@ def find_long_path_warning(config: RunConfig, placement: RunPlacement) -> str | 
     if model is None or config.seq_len <= config.trainer.max_pack_tokens:
         return None
     long_packs = _with_value(config, ["trainer", "pack_tokens"], config.seq_len)
-    needed = estimate_trainer(long_packs, model, gpu=demand.gpus > 0, num_ranks=demand.num_ranks)
-    larger = dataclasses.replace(demand, **{"gpu_memory" if demand.gpus else "memory": needed})
+    use = estimate_trainer(long_packs, model, gpu=demand.gpus > 0, num_ranks=demand.num_ranks)
+    larger = dataclasses.replace(demand, memory_use=use, memory=demand.memory if demand.gpus else use.needed)
     demands = tuple(larger if other is demand else other for other in placement.demands)
     shortages = _list_shortages(dataclasses.replace(placement, demands=demands))
     if not shortages:
@@ -151,74 +302,85 @@ def find_long_path_warning(config: RunConfig, placement: RunPlacement) -> str | 
     return f"a path of seq_len = {config.seq_len} tokens, trained in one piece, may not fit: {shortages[0]}; {advice}"
 
 
+# -- advice ------------------------------------------------------------------------------------------------------------
+
+
 def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> str:
     """Return the flags with which the run would fit: on the same nodes, with LoRA, and on a machine with more GPUs."""
-    node, options, alternatives = nodes[0], list[Settings](), list[str]()
+    node, alternatives, fitting = nodes[0], list[str](), list[Settings]()
 
-    def add_option(settings: Settings | None, where: str = "") -> bool:
-        """Add an alternative, and return whether it fits. One that an earlier one is a part of is left out."""
-        if settings is not None and not any(option.items() <= settings.items() for option in options):
-            options.append(settings)
-            flags = " ".join(_format_flag(key, value) for key, value in settings.items())
-            alternatives.append(f"{flags or 'these settings'}{where}")
-        return settings is not None
+    def add_option(settings: Settings, where: str = "", on: Sequence[ClusterNode] = nodes) -> bool:
+        """Add an alternative, unless an earlier one is a part of it, and return whether it fits."""
+        if any(earlier.items() <= settings.items() for earlier in fitting):
+            return False
+        changed = _with_settings(config, settings)
+        try:
+            option, is_fitting = _find_sizes(changed, on, find_size)
+        except ConfigInvalid:
+            return False
+        if is_fitting:
+            fitting.append(settings)
+            placement = _place(_with_settings(changed, option.settings), on, find_size)
+            needed = max((needed for name, needed, _ in placement.list_memory() if name.startswith("GPU")), default=0)
+            flags = " ".join(_format_flag(key, value) for key, value in settings.items()) or "these settings"
+            alternatives.append(f"{flags}{where}" + (f" ({needed / GIB:.1f} GiB of a GPU)" if needed else ""))
+        return is_fitting
 
-    add_option(_find_fitting_settings(config, nodes, find_size, {}))
-    if not config.trainer.lora.enabled:
-        add_option(_find_fitting_settings(config, nodes, find_size, {"trainer.lora.enabled": True}))
+    savings = _list_savings(config)
+    if not any(add_option({key: value}) for key, value in savings.items()) and len(savings) > 1:
+        add_option(savings)
+    adapters = savings if config.trainer.lora.enabled else {**savings, "trainer.lora.enabled": True}
+    if config.model.quantize is None and (config.trainer.lora.enabled or not add_option(adapters)):
+        adapters = {**adapters, "model.quantize": "4bit"}
+        add_option(adapters)
+    lengths = (config.seq_len >> shift for shift in range(1, 8))
+    any(add_option({**savings, "seq_len": length}) for length in lengths if length >= MIN_SEQ_LEN)
     for num_gpus in TRIED_GPUS if node.allows_sharing and node.num_gpus else ():
-        more = [dataclasses.replace(node, num_gpus=num_gpus)]
         where = f" on {num_gpus} GPUs (--assume-gpus {num_gpus}x{node.gpu_memory / GIB:g})"
-        if num_gpus > node.num_gpus and add_option(_find_fitting_settings(config, more, find_size, {}), where):
+        more = [dataclasses.replace(node, num_gpus=num_gpus)]
+        tried: list[Settings] = [{}, savings, adapters] if num_gpus > node.num_gpus else []
+        if any(add_option(settings, where, more) for settings in tried):
             break
     if not node.num_gpus and config.trainer.device == "auto":
         alternatives.append("GPUs (`--dry-run --assume-gpus 8x80` plans for eight GPUs of 80 GiB each)")
     if not alternatives:
-        alternatives = ["a smaller model", "vLLM engines of several GPUs (inference.tensor_parallel)", "larger GPUs"]
+        alternatives = ["a smaller model", "larger GPUs"]
+        if node.num_gpus > 1:
+            alternatives.insert(1, "vLLM engines of several GPUs (inference.tensor_parallel)")
     return f"it would fit with {', or with '.join(alternatives)}"
 
 
-def _find_fitting_settings(
-    config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize, settings: Settings
-) -> Settings | None:
-    """Return the settings, and as few others as it takes, with which the run fits on the nodes; None if none do."""
-
-    def fits_with(settings: Settings) -> bool:
-        changed = config
-        for key, value in settings.items():
-            changed = _with_value(changed, key.split("."), value)
-        return fits(changed, nodes, find_size)
-
-    savings = _list_savings(config)
-    fitting = {**settings, **savings}
-    if not fits_with(fitting):
-        return None
-    for key in savings:
-        fewer = {other: value for other, value in fitting.items() if other != key}
-        fitting = fewer if fits_with(fewer) else fitting
-    return fitting
-
-
 def _list_savings(config: RunConfig) -> Settings:
-    """Return settings that take less memory than the run's own; the last one costs the least speed."""
-    engine_key = {"native": "kv_memory_fraction", "vllm": "gpu_memory_utilization"}.get(config.inference.engine)
-    savings: Settings = {}
-    fraction = getattr(config.inference, engine_key) if engine_key else 0.0
-    if fraction == "auto" or fraction > SMALL_CACHE_FRACTION:
-        savings[f"inference.{engine_key}"] = SMALL_CACHE_FRACTION
+    """Return values that take less memory than what the user set."""
+    inference, trainer = config.inference, config.trainer
     num_ranks = config.launch.trainer_gpus or config.cluster.trainer.num_ranks or 1
-    if config.trainer.optim.type == "adamw" and config.trainer.optim.moments != "8bit" and num_ranks == 1:
-        savings["trainer.optim.moments"] = "8bit"
-    model = ModelSize.from_name(config.model.name)
-    if model is not None and config.trainer.num_recomputed_layers < model.num_layers:
-        savings["trainer.recompute_layers"] = model.num_layers
-    if config.trainer.max_pack_tokens > SMALL_PACK_TOKENS:
-        savings["trainer.pack_tokens"] = SMALL_PACK_TOKENS
+    savings: Settings = {}
+    if trainer.pack_tokens != "auto":
+        savings[PACKS_KEY] = "auto"
+    if trainer.recompute_layers != "auto":
+        savings[LAYERS_KEY] = "auto"
+    if isinstance(inference, EngineConfig) and inference.kv_memory_fraction != "auto":
+        savings[FRACTION_KEY] = "auto"
+    if isinstance(inference, VLLMConfig) and inference.gpu_memory_utilization > SMALL_VLLM_FRACTION:
+        savings["inference.gpu_memory_utilization"] = SMALL_VLLM_FRACTION
+    if trainer.optim.type == "adamw" and trainer.optim.moments == "float32" and num_ranks == 1:
+        savings[MOMENTS_KEY] = "8bit"
     return savings
 
 
 def _format_flag(key: str, value: Any) -> str:
     return f"--{key} {value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _with_settings(config: RunConfig, settings: Settings) -> RunConfig:
+    """Return a copy of the configuration with other values."""
+    for key, value in settings.items():
+        config = _with_value(config, key.split("."), value)
+    return config
+
+
+def _get_value(section: Config, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), section)
 
 
 def _with_value(section: ConfigT, path: Sequence[str], value: Any) -> ConfigT:
@@ -238,7 +400,7 @@ def check_allocation(config: RunConfig) -> None:
         for role in ("engines", "models", "env_servers", "trainer")
     }
     config, nodes = config.model_copy(update={"cluster": cluster.model_copy(update=update)}), list_planned_nodes(config)
-    place_run(plan_moments(config, nodes), nodes)
+    place_run(plan_sizes(config, nodes)[0], nodes, user_config=config)
 
 
 def build_allocation_warning(config: RunConfig) -> str | None:

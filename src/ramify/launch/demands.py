@@ -20,13 +20,19 @@ from ramify.core.names import format_count, suggest
 from ramify.infer.config import EngineConfig, ExternalServersConfig, VLLMConfig
 from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode
 from ramify.launch.machine import GIB, Device, uses_gpu
-from ramify.launch.memory import PROCESS_BASE_BYTES, count_host_copy_bytes, estimate_engine, estimate_trainer
+from ramify.launch.memory import (
+    PROCESS_BASE_BYTES,
+    count_host_copy_bytes,
+    estimate_engine,
+    estimate_trainer,
+    get_max_versions,
+)
 from ramify.launch.placement import ProcessDemand
 from ramify.model.image_support import find_rank_problem, is_vision_model
 from ramify.orchestrate.address_book import MODEL_PREFIX
 from ramify.orchestrate.cluster_config import PlacementConfig
 from ramify.orchestrate.run_config import RunConfig
-from ramify.train.memory import TORCH_BASE_BYTES, ModelSize
+from ramify.train.memory import TORCH_BASE_BYTES, MemoryUse, ModelSize, count_weight_bytes
 
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 ENGINE_PREFIX, ENV_PREFIX = "inference/", "env/"
@@ -168,7 +174,7 @@ class GpuDivision:
             num_left = num_free - (0 if self.is_shared else num_ranks * self.gpus_per_rank)
             num_engines = max(1, num_left // self.gpus_per_engine) if self.gpus_per_engine else 1
         if self.num_gpus:
-            self._explain_engines(num_engines, is_configured=is_configured)
+            self._explain_engines(num_engines, num_ranks, is_configured=is_configured)
         return num_ranks, num_engines
 
     def _get_configured_ranks(self) -> int | None:
@@ -232,9 +238,10 @@ class GpuDivision:
             return 1, "the size of the model is unknown"
         room, sizes = self.gpu_memory, dict[int, int]()
         if self.is_shared and not isinstance(inference := self.config.inference, ExternalServersConfig):
-            room -= self.estimate_engine(inference, self.config.model.name) or 0
+            engine = self.estimate_engine(inference, self.config.model.name)
+            room -= engine.needed if engine is not None else 0
         for num_ranks in range(1, limit + 1):
-            sizes[num_ranks] = estimate_trainer(self.config, size, gpu=True, num_ranks=num_ranks)
+            sizes[num_ranks] = estimate_trainer(self.config, size, gpu=True, num_ranks=num_ranks).needed
             if sizes[num_ranks] <= room:
                 break
         fewest = max(sizes)
@@ -242,21 +249,26 @@ class GpuDivision:
         result = "the fewest that hold its state" if sizes[fewest] <= room else "the most that it gets"
         return fewest, f"{result} ({', '.join(parts)}; there are {room / GIB:.1f} GiB)"
 
-    def estimate_engine(self, inference: EngineConfig | VLLMConfig, model_name: str) -> int | None:
-        """Return the bytes that an engine needs of each GPU, or of the memory; None if the model's size is unknown."""
+    def estimate_engine(self, inference: EngineConfig | VLLMConfig, model_name: str) -> MemoryUse | None:
+        """Return what an engine needs of each GPU, or of the memory; None if the model's size is unknown."""
         if (size := self.find_size(model_name)) is None:
             return None
         num_gpus, memory = self.count_gpus(inference), (node.memory for node in self.nodes if node.memory is not None)
         device_memory = self.gpu_memory if num_gpus else min(memory, default=ASSUMED_GPU_BYTES)
         return estimate_engine(inference, self.config.seq_len, size, num_gpus=num_gpus, device_memory=device_memory)
 
-    def _explain_engines(self, num_engines: int, *, is_configured: bool) -> None:
+    def _explain_engines(self, num_engines: int, num_ranks: int, *, is_configured: bool) -> None:
         each = " each" if num_engines > 1 else ""
         size = f" of {format_count(self.gpus_per_engine, 'GPU')}{each}" if self.gpus_per_engine else ""
         why = "as configured" if is_configured else "on the GPUs that are left"
         if self.is_shared and not is_configured:
             is_chosen = self.config.launch.gpu_placement == "colocated"
-            why = f"beside the trainer, {'as configured' if is_chosen else 'because there are too few GPUs'}"
+            where = (
+                "on all GPUs, also beside the trainer"
+                if num_engines * self.gpus_per_engine > num_ranks
+                else "beside the trainer"
+            )
+            why = f"{where}, {'as configured' if is_chosen else 'because there are too few GPUs'}"
         why = why if self.gpus_per_engine else "on the CPU"
         self.reasons.append(f"inference: {format_count(num_engines, 'engine')}{size}, {why}")
         if self.managed_models:
@@ -278,10 +290,15 @@ class _DemandBuilder:
         placement, division = self.config.cluster.trainer, self.division
         size, gpus, num_ranks = division.find_size(self.config.model.name), division.gpus_per_rank, division.num_ranks
         estimate = size and estimate_trainer(self.config, size, gpu=bool(gpus), num_ranks=num_ranks)
-        pinned_bytes = count_host_copy_bytes(self.config, size, gpu=True) if size and gpus else 0
+        host_bytes = count_host_copy_bytes(self.config, size, gpu=True) if size and gpus else 0
+        if size and self.config.weights.is_in_memory:
+            weight_bytes = count_weight_bytes(self.config.trainer, size, gpu=bool(gpus))
+            host_bytes += get_max_versions(self.config) * weight_bytes // num_ranks
         group = TRAINER_GROUP if division.is_shared else ""
         demand = self._build_demand(TRAINER, "cluster.trainer", placement, gpus, estimate, group=group)
-        return dataclasses.replace(demand, num_ranks=num_ranks, memory=demand.memory + pinned_bytes)
+        count_key = "launch.trainer_gpus" if self.config.launch.trainer_gpus is not None else ""
+        memory = demand.memory + host_bytes
+        return dataclasses.replace(demand, num_ranks=num_ranks, memory=memory, count_key=count_key)
 
     def build_models(self) -> list[ProcessDemand]:
         return [
@@ -302,6 +319,8 @@ class _DemandBuilder:
             return []
         first = self._build_engine(f"{ENGINE_PREFIX}0", "cluster.engines", placement, name, inference)
         is_derived = placement.num_replicas is None and self.config.launch.inference_gpus is None
+        if self.config.launch.inference_gpus is not None:
+            first = dataclasses.replace(first, count_key="launch.inference_gpus")
         return _repeat(first, ENGINE_PREFIX, self.division.num_engines, is_derived=is_derived)
 
     def _build_engine(
@@ -318,17 +337,25 @@ class _DemandBuilder:
         return self._build_demand(name, role, placement, gpus, estimate, group=group)
 
     def _build_demand(
-        self, name: str, role: str, placement: PlacementConfig, gpus: int, estimate: int | None, *, group: str = ""
+        self,
+        name: str,
+        role: str,
+        placement: PlacementConfig,
+        gpus: int,
+        estimate: MemoryUse | None,
+        *,
+        group: str = "",
     ) -> ProcessDemand:
-        """Build a demand of a process that computes on its GPUs, with `estimate` bytes each, or in memory."""
-        needed = estimate or TORCH_BASE_BYTES
+        """Build a demand of a process that computes on its GPUs, with an `estimate` for each, or in memory."""
+        estimate = estimate or MemoryUse(working=TORCH_BASE_BYTES)
         return ProcessDemand(
             name,
             role,
             cores=placement.cores or self._derive_cores(placement, gpus),
             gpus=gpus,
-            memory=TORCH_BASE_BYTES if gpus else needed,
-            gpu_memory=needed if gpus else 0,
+            memory=TORCH_BASE_BYTES if gpus else estimate.needed,
+            gpu_memory=estimate.needed if gpus else 0,
+            memory_use=estimate,
             gpu_group=group,
             allowed_nodes=tuple(placement.nodes),
             max_per_node=placement.max_per_node,

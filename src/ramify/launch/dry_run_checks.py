@@ -1,13 +1,15 @@
 """Checks of `--dry-run` beyond the plan: everything that a process of the run would refuse at its start.
 
-GPUs that are not on this machine are assumed, and models that the run would download are not checked. Nor are other
-models than the policy's, which another run may still have to train. So a run for another machine can be planned here.
+GPUs that are not on this machine are assumed, and models that the run would download are not checked. Nor are the
+published weights of another run, which may still have to train them. So a run for another machine can be planned here.
 Problems that appear only when the model is loaded are left to the run.
 """
 
+from pathlib import Path
+
 from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound, RamifyError
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
-from ramify.launch.run_checks import find_run_problems
+from ramify.launch.run_checks import find_run_problems, list_missing_models
 from ramify.launch.run_directory import check_environments
 from ramify.model.render import load_renderer
 from ramify.model.resolve import is_hub_id, resolve_model_path
@@ -17,6 +19,7 @@ from ramify.run.store import RunStore
 from ramify.run.store.run_directory import check_identity
 from ramify.run.store.run_store import DATABASE_NAME
 from ramify.run.supervisor_lock import lock_run
+from ramify.train.weights_directory import WEIGHTS_DIR
 
 
 def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool = False) -> None:
@@ -45,11 +48,16 @@ def _find_address_problems(config: RunConfig) -> list[ConfigProblem]:
 
 
 def _find_model_problems(config: RunConfig) -> list[ConfigProblem]:
-    """Return problems of the model's name and renderer. A missing model is a problem unless the run downloads it."""
+    """Return problems of the models and the renderer. A missing model is a problem unless the run downloads it."""
+    problems = [
+        ConfigProblem(key, text)
+        for key, name, text in list_missing_models(config)
+        if not is_hub_id(name) and (key == "model.name" or Path(name).parent.name != WEIGHTS_DIR)
+    ]
     try:
         load_renderer(resolve_model_path(config.model.name), config.renderer)
-    except ModelNotFound as error:
-        return [] if is_hub_id(config.model.name) else [ConfigProblem("model.name", error.message)]
+    except ModelNotFound:
+        pass  # it is one of the missing models
     except RamifyError as error:
-        return [ConfigProblem("renderer", error.message)]
-    return []
+        problems.append(ConfigProblem("renderer", error.message))
+    return problems

@@ -24,9 +24,10 @@ from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 from ramify.train.memory import (
     MASTER_BYTES,
+    MAX_MEMORY_FRACTION,
     TORCH_BASE_BYTES,
+    MemoryUse,
     ModelSize,
-    add_margin,
     count_moment_bytes,
     count_trained,
     count_weight_bytes,
@@ -41,30 +42,37 @@ STATE_BYTES = 4  # per element of a recurrent layer's state
 
 def estimate_engine(
     inference: EngineConfig | VLLMConfig, seq_len: int, model: ModelSize, *, num_gpus: int, device_memory: int
-) -> int:
-    """Estimate weights and a KV cache for the most running requests, limited by its fraction of the memory.
+) -> MemoryUse:
+    """Estimate weights, a KV cache for the most running requests, limited by its fraction of the memory, and buffers.
 
     The result is for each of its GPUs or, if it has none, for the memory of its node.
     """
-    element_bytes = get_element_bytes(inference.dtype, num_gpus > 0)
-    weight_bytes = TORCH_BASE_BYTES + model.num_parameters * element_bytes // max(1, num_gpus)
+    element_bytes, gpu = get_element_bytes(inference.dtype, num_gpus > 0), num_gpus > 0
+    weight_bytes = model.num_parameters * element_bytes // max(1, num_gpus)
     token_bytes = model.num_kv_layers * model.kv_elements * element_bytes // max(1, num_gpus)
     max_len = inference.max_model_len or seq_len
     if isinstance(inference, VLLMConfig):
-        vllm_bytes = int(inference.gpu_memory_utilization * device_memory) if num_gpus else 0
-        return max(vllm_bytes, add_margin(weight_bytes + max_len * token_bytes))
-    limits = inference.get_limits(gpu=num_gpus > 0)
+        vllm_bytes = int(inference.gpu_memory_utilization * device_memory * MAX_MEMORY_FRACTION) if gpu else 0
+        kv_bytes = max(max_len * token_bytes, vllm_bytes - weight_bytes - TORCH_BASE_BYTES)
+        return MemoryUse(weights=weight_bytes, kv_cache=kv_bytes, working=TORCH_BASE_BYTES)
+    limits = inference.get_limits(gpu=gpu)
     state_bytes = (limits.max_running_requests + limits.num_state_snapshots) * model.state_elements * STATE_BYTES
     cache_limit = int(limits.kv_memory_fraction * device_memory) - state_bytes
-    cache_tokens = inference.kv_cache_tokens or max_len * limits.max_running_requests
-    cache_bytes = max(max_len * token_bytes, min(cache_tokens * token_bytes, cache_limit))
-    return add_margin(weight_bytes + state_bytes + cache_bytes)
+    cache_bytes = max(max_len * token_bytes, min(max_len * limits.max_running_requests * token_bytes, cache_limit))
+    if inference.kv_cache_tokens is not None:
+        cache_bytes = inference.kv_cache_tokens * token_bytes
+    row_elements = 3 * model.hidden_size + 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
+    buffer_bytes = limits.max_num_batched_tokens * row_elements * element_bytes if gpu else 0
+    buffer_bytes += 3 * limits.max_running_requests * model.vocab_size * STATE_BYTES if gpu else 0  # logits
+    return MemoryUse(weights=weight_bytes, kv_cache=state_bytes + cache_bytes, working=TORCH_BASE_BYTES + buffer_bytes)
 
 
-def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_ranks: int) -> int:
+def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_ranks: int) -> MemoryUse:
     """Estimate the memory of one rank. Engines copy its own weights; those with merged adapters are kept apart."""
     copy_bytes = count_host_copy_bytes(config, model, gpu=gpu) if config.trainer.lora.enabled or not gpu else 0
-    return estimate_rank(config.trainer, model, gpu=gpu, num_ranks=num_ranks, copy_bytes=copy_bytes)
+    return estimate_rank(
+        config.trainer, model, gpu=gpu, num_ranks=num_ranks, copy_bytes=copy_bytes, quantize=config.model.quantize
+    )
 
 
 def count_host_copy_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:

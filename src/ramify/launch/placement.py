@@ -19,6 +19,7 @@ from ramify.core.errors import ClusterTooSmall
 from ramify.core.names import format_count
 from ramify.launch.launcher import ClusterNode, Place
 from ramify.launch.machine import GIB
+from ramify.train.memory import MemoryUse
 
 MAX_LISTED = 4  # processes in a line of an error
 
@@ -49,6 +50,10 @@ class ProcessDemand:
     max_per_node: int | None = None
     is_optional: bool = False
     """Whether the run starts without it if it does not fit."""
+    memory_use: MemoryUse = field(default_factory=MemoryUse)
+    """What the memory of its device holds: `gpu_memory`, or `memory` without a GPU, is for this."""
+    count_key: str = ""
+    """The key that sets the number of its processes or ranks, if it is not a key of the role."""
 
     @property
     def service(self) -> str:
@@ -283,17 +288,26 @@ class RunPlacement:
                 idle[node.name] = f"GPU {', '.join(numbers)}"
         return idle
 
+    def list_gpu_use(self) -> list[tuple[str, MemoryUse, int]]:
+        """Return what the memory of each GPU in use holds, and its size."""
+        use_by_gpu: dict[tuple[str, int], MemoryUse] = {}
+        for demand in self.demands:
+            for gpu in self._list_gpus(demand.name):
+                use_by_gpu[gpu] = use_by_gpu.get(gpu, MemoryUse()) + demand.memory_use
+        return [
+            (f"GPU {number}" if node.allows_sharing else f"GPU {number} of {node.name}", use, node.gpu_memory)
+            for node in self.nodes
+            for number in range(int(node.num_gpus))
+            if (use := use_by_gpu.get((node.name, number))) is not None
+        ]
+
     def list_memory(self) -> list[tuple[str, int, int | None]]:
         """Return the bytes that are needed and that there are of each GPU in use, and of each node."""
-        rows: list[tuple[str, int, int | None]] = []
+        rows: list[tuple[str, int, int | None]] = [(name, use.needed, size) for name, use, size in self.list_gpu_use()]
         for node in self.nodes:
             where = "this machine" if node.allows_sharing else node.name
-            ranks = [(d, place) for d in self.demands for place in self.places[d.name] if place.node == node.name]
-            for number in range(int(node.num_gpus)):
-                if needed := sum(demand.gpu_memory for demand, place in ranks if number in place.gpus):
-                    label = f"GPU {number}" if node.allows_sharing else f"GPU {number} of {node.name}"
-                    rows.append((label, needed, node.gpu_memory))
-            rows.append((where, sum(demand.memory for demand, _ in ranks), node.memory))
+            needed = sum(d.memory for d in self.demands for place in self.places[d.name] if place.node == node.name)
+            rows.append((where, needed, node.memory))
         return rows
 
 
@@ -321,7 +335,8 @@ def _describe_shortage(
         names = f"no room for {names}"
     limit = f", at most {demand.max_per_node} per node" if demand.max_per_node is not None else ""
     where = f" on {', '.join(demand.allowed_nodes)}" if demand.allowed_nodes else ""
-    return f"{role}: {names}; each needs {demand.describe()}{limit}{where}; {_describe_free(free_nodes)}"
+    key = demand.count_key or role
+    return f"{key}: {names}; each needs {demand.describe()}{limit}{where}; {_describe_free(free_nodes)}"
 
 
 def _describe_free(free_nodes: Sequence[FreeNode]) -> str:

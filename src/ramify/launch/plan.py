@@ -8,7 +8,7 @@ so that they know the first addresses; they learn later ones from the address bo
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +27,7 @@ from ramify.infer.config import (
     ServeConfig,
     VLLMConfig,
 )
-from ramify.launch.capacity import find_long_path_warning, list_gpu_notes, place_run, plan_moments
+from ramify.launch.capacity import find_long_path_warning, list_gpu_notes, place_run, plan_sizes
 from ramify.launch.demands import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
 from ramify.launch.launcher import ClusterNode, PlacementRequest, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
@@ -61,6 +61,7 @@ ATTEMPT_SHUTDOWN_TIMEOUT = 2.0  # seconds that attempts in flight get when the r
 ENGINE_LEASE_FACTOR = 2  # engines take minutes to start, so they are replaced later than other processes
 SECRET_BYTES = 32
 STDOUT = Path("/dev/stdout")
+MEMORY_COLUMNS = ("weights", "moments", "gradients", "activations", "keys and values", "working", "headroom", "total")
 
 SourceT = TypeVar("SourceT", bound=ServedSourceConfig)
 
@@ -113,7 +114,7 @@ def format_plan(config: RunConfig, placement: RunPlacement, origin: str = "", *,
     if model and model.experts_note:
         notes.append(model.experts_note)
     weights = [line] if model and (line := describe_weights(config, placement, model)) else []
-    return [*lines, "", *external, *weights, _describe_memory(config, placement, model), *notes]
+    return [*lines, "", *external, *weights, *_format_memory(config, placement, model), *notes]
 
 
 def _list_warnings(config: RunConfig, placement: RunPlacement, disk: DiskEstimate | None) -> list[str]:
@@ -123,16 +124,25 @@ def _list_warnings(config: RunConfig, placement: RunPlacement, disk: DiskEstimat
     return [*filter(None, [disk and disk.find_warning(), find_long_path_warning(config, placement)])]
 
 
-def _describe_memory(config: RunConfig, placement: RunPlacement, model: ModelSize | None) -> str:
+def _format_memory(config: RunConfig, placement: RunPlacement, model: ModelSize | None) -> list[str]:
+    """Return a table of what the memory of each GPU holds, and a line on the memory of each node."""
     if model is None:
-        return f"memory: unknown, model {config.model.name} is not on this machine"
-    names_by_size: dict[str, list[str]] = {}
-    for name, needed, memory in placement.list_memory():
-        size = f"{needed / GIB:.1f} GiB" if memory is None else f"{needed / GIB:.1f} of {memory / GIB:.1f} GiB"
-        names_by_size.setdefault(size, []).append(name)
-    sizes = [f"{', '.join(names)} {size}" for size, names in names_by_size.items()]
-    moments = "; moments of AdamW in 8 bits" if config.trainer.optim.moments == "8bit" else ""
-    return f"memory, roughly: {'; '.join(sizes)}; {model.num_parameters:,} parameters, {model.origin}{moments}"
+        return [f"memory: unknown, model {config.model.name} is not on this machine"]
+    names_by_row: dict[tuple[str, ...], list[str]] = {}
+    for name, use, memory in placement.list_gpu_use():
+        sizes = (*(getattr(use, part.name) for part in fields(use)), memory - use.total, memory)
+        names_by_row.setdefault(tuple(f"{size / GIB:.1f}" for size in sizes), []).append(name)
+    lines = ["memory of each GPU in GiB, roughly:"] if names_by_row else []
+    rows = [("", *MEMORY_COLUMNS), *((", ".join(names), *row) for row, names in names_by_row.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows if names_by_row else ():
+        lines.append("  ".join([f"  {name:<{widths[0]}}", *map(str.rjust, cells, widths[1:])]))
+    sizes = [
+        f"{name} {needed / GIB:.1f} {'' if memory is None else f'of {memory / GIB:.1f} '}GiB"
+        for name, needed, memory in placement.list_memory()
+        if not name.startswith("GPU")
+    ]
+    return [*lines, f"memory, roughly: {'; '.join(sizes)}; {model.num_parameters:,} parameters, {model.origin}"]
 
 
 def describe_run(config: RunConfig) -> str:
@@ -153,13 +163,14 @@ def plan_run(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = F
 
     Raises ConfigInvalid if the run is not possible, or if its disk is too small; ClusterTooSmall.
     """
-    config = plan_moments(config, nodes, fresh=fresh)
-    placement = place_run(config, nodes)
+    user_config, (config, reasons) = config, plan_sizes(config, nodes, fresh=fresh)
+    placement = place_run(config, nodes, user_config=user_config)
     transport = choose_transport(config, placement)
     if transport != config.weights.transport:
         weights = config.weights.model_copy(update={"transport": transport})
         config = config.model_copy(update={"weights": weights})
         placement = place_run(config, nodes)
+    placement = replace(placement, reasons=(*placement.reasons, *reasons))
     disk = estimate_disk(config, nodes, fresh=fresh)
     if disk is not None and not disk.is_guessed and (problem := disk.find_problem()):
         raise ConfigInvalid(problem, key="output")

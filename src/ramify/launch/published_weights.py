@@ -68,7 +68,9 @@ def _has_room_in_memory(config: RunConfig, placement: RunPlacement) -> bool:
     free = get_free_bytes(SHM_ROOT) or 0
     # What a killed start of this run has left there is removed before the trainer starts.
     own = count_file_bytes(get_weights_directory(config.path, "shm"))
-    return placement.head.is_assumed or needed <= free + own
+    weights = config.weights.model_copy(update={"transport": "shm"})
+    is_fitting = fits(config.model_copy(update={"weights": weights}), placement.nodes)
+    return is_fitting and (placement.head.is_assumed or needed <= free + own)
 
 
 def _count_bytes(config: RunConfig, placement: RunPlacement, model: ModelSize) -> int:

@@ -187,7 +187,7 @@ def choose_moments(model_path: Path, config: TrainerConfig, ranks: Ranks, saved:
         return MomentsChoice("float32", "the default")
     if (model := ModelSize.from_name(str(model_path))) is None:
         return MomentsChoice("float32", "the size of the model is unknown")
-    needed = estimate_rank(config, model, gpu=True)
+    needed = estimate_rank(config, model, gpu=True).needed
     available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     sizes = f"training takes about {needed / 2**30:.1f} GiB with float32, {available / 2**30:.1f} GiB are available"
     return MomentsChoice("float32" if needed <= available else "8bit", sizes)

@@ -1,14 +1,14 @@
-"""The size of a model, and a rough estimate of the memory that a trainer of it needs. Needs no torch.
+"""The size of a model, and an estimate of the memory that a trainer of it needs. Needs no torch.
 
-The memory covers what dominates: weights and their copies, optimizer state, and the activations of one pack. The
-estimate was compared with one measurement (Qwen3-0.6B, bf16, packs of 16k tokens: 30 GiB), so it tells whether a run
-fits, no more.
+The estimate covers weights and their remainders, optimizer state, gradients, the activations of one pack, and what the
+kernels and the LM head work with. It is calibrated with measurements on an H200 in bfloat16: a training step with
+packs of 16,384 tokens took at most 98.2 GiB for 3.7 B parameters (8-bit moments), the estimate is 99.5 GiB.
 """
 
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,37 @@ TORCH_BASE_BYTES = 1 << 30  # of a process with torch, without a model
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4  # per trained parameter
 QUANTIZED_MOMENT_BYTES = 2.0625  # in 8 bits, with their scales
 MUON_MOMENT_BYTES = 4
+QUANTIZED_BYTES = {"8bit": 8.25 / 8, "4bit": 4.25 / 8}  # per fixed weight inside the layers
 MAX_MEMORY_FRACTION = 0.95  # of a device that may be used; estimates include the rest
-LORA_PARAMETER_FRACTION = 0.02  # parameters of adapters, relative to the model
+ADAPTER_FRACTION = 7e-4  # parameters of adapters with rank 1, relative to the model
+HEAD_BYTES = 5 << 30  # of the logits, and of their gradients, that the LM head has at a time on a GPU
 GUESSED_ORIGIN = "guessed from its name"
 SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """The bytes that one process needs of its device, by what they hold."""
+
+    weights: int = 0  # with the remainders of master weights
+    moments: int = 0
+    gradients: int = 0
+    activations: int = 0
+    kv_cache: int = 0  # keys and values, and the states of recurrent layers
+    working: int = 0  # the CUDA context, logits, and buffers of kernels
+
+    @property
+    def total(self) -> int:
+        """The bytes of all parts."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def needed(self) -> int:
+        """How much of a device is needed, with the part that stays free."""
+        return math.ceil(self.total / MAX_MEMORY_FRACTION)
+
+    def __add__(self, other: "MemoryUse") -> "MemoryUse":
+        return MemoryUse(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +67,8 @@ class ModelSize:
     state_elements: int = 0  # elements of the states of all recurrent layers, per request
     num_recurrent_layers: int = 0
     num_outer_parameters: int = 0  # parameters of embeddings and head, whose moments are always float32
+    query_elements: int = 0  # elements of the queries per token and layer
+    vocab_size: int = 0
     origin: str = "from its files"
     experts_note: str | None = None  # what to know about a mixture of experts before it is trained
 
@@ -47,6 +76,16 @@ class ModelSize:
     def num_kv_layers(self) -> int:
         """The number of layers with keys and values."""
         return self.num_layers - self.num_recurrent_layers
+
+    @property
+    def layer_elements(self) -> int:
+        """The activations of one layer per token that the backward pass needs, in elements.
+
+        Inputs of both norms and their results; queries before and after the rotation, and the attention's result; keys
+        before and after the rotation, and values; gate, up, and their product.
+        """
+        queries = self.query_elements or self.hidden_size
+        return 4 * self.hidden_size + 3 * queries + 3 * self.kv_elements // 2 + 3 * self.intermediate_size
 
     @property
     def is_guessed(self) -> bool:
@@ -79,23 +118,30 @@ class ModelSize:
             num_parameters=sum(math.prod(shape) for shape in shapes.values()),
             num_layers=hf_config.get("num_hidden_layers", 0),
             hidden_size=hidden_size,
-            intermediate_size=hf_config.get("intermediate_size", 0),
+            intermediate_size=max(
+                hf_config.get("intermediate_size", 0),
+                (hf_config.get("moe_intermediate_size") or 0) * (hf_config.get("num_experts_per_tok") or 0),
+            ),
             kv_elements=2 * head_dim * (hf_config.get("num_key_value_heads") or num_heads),
             state_elements=sum(_count_state_elements(name, hf_config) for name in recurrent_layers),
             num_recurrent_layers=len(recurrent_layers),
             num_outer_parameters=sum(
                 math.prod(shape) for name, shape in shapes.items() if any(part in name for part in OUTER_MATRIX_NAMES)
             ),
+            query_elements=head_dim * num_heads,
+            vocab_size=hf_config.get("vocab_size", 0),
             experts_note=experts_note,
         )
 
     @classmethod
     def _from_parameter_count(cls, num_parameters: int) -> "ModelSize":
-        """Guess typical dimensions: 12 hidden² parameters per layer, and a hidden size of 40 times the layers."""
-        hidden_size = round((40 * num_parameters / 12) ** (1 / 3) / 128) * 128 or 128
-        num_layers = max(1, hidden_size // 40)
+        """Guess typical dimensions: 36 layers at 8 B, 12 hidden² parameters per layer, an eighth in the embeddings."""
+        num_outer = num_parameters // 8
+        num_layers = max(1, round(36 * (num_parameters / 8e9) ** 0.2))
+        hidden_size = round(((num_parameters - num_outer) / (12 * num_layers)) ** 0.5 / 128) * 128 or 128
         sizes = (num_layers, hidden_size, 3 * hidden_size, 2 * 1024)
-        return cls(num_parameters, *sizes, num_outer_parameters=num_parameters // 8, origin=GUESSED_ORIGIN)
+        vocab_size = num_outer // hidden_size
+        return cls(num_parameters, *sizes, num_outer_parameters=num_outer, vocab_size=vocab_size, origin=GUESSED_ORIGIN)
 
 
 def _count_state_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
@@ -109,30 +155,43 @@ def _count_state_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
 
 
 def estimate_rank(
-    trainer: TrainerConfig, model: ModelSize, *, gpu: bool, num_ranks: int = 1, copy_bytes: int = 0
-) -> int:
+    trainer: TrainerConfig,
+    model: ModelSize,
+    *,
+    gpu: bool,
+    num_ranks: int = 1,
+    copy_bytes: int = 0,
+    quantize: str | None = None,
+) -> MemoryUse:
     """Estimate the memory of one rank: its share of the weights and of the optimizer's state, and activations.
 
-    `copy_bytes` are for a copy of the published weights.
+    `copy_bytes` are for a copy of the published weights; `quantize` is the format of fixed matrices.
     """
-    element_bytes = get_element_bytes(trainer.dtype, gpu)
-    num_trained = count_trained(trainer, model)
+    element_bytes, num_trained = get_element_bytes(trainer.dtype, gpu), count_trained(trainer, model)
     # With FSDP, and for adapters, the model's weights are not a part of the master weights.
-    has_copy = (element_bytes < MASTER_BYTES and num_ranks > 1) or trainer.lora.enabled
-    state_bytes = model.num_parameters * element_bytes if has_copy else 0
-    state_bytes += int(num_trained * (MASTER_BYTES + GRADIENT_BYTES)) + count_moment_bytes(trainer, model)
-    layer_elements = 8 * model.hidden_size + 4 * model.intermediate_size  # that the backward pass needs per token
-    num_recomputed = min(trainer.num_recomputed_layers, model.num_layers)
-    saved_elements = (model.num_layers - num_recomputed) * layer_elements
-    if num_recomputed:
-        saved_elements += num_recomputed * model.hidden_size + layer_elements
-    state_bytes = state_bytes // num_ranks + copy_bytes
-    return add_margin(TORCH_BASE_BYTES + state_bytes + trainer.max_pack_tokens * saved_elements * element_bytes)
+    is_separate = (element_bytes < MASTER_BYTES and num_ranks > 1) or trainer.lora.enabled
+    master_bytes = MASTER_BYTES if is_separate else MASTER_BYTES - element_bytes
+    inner_bytes = element_bytes if quantize is None else QUANTIZED_BYTES[quantize]
+    weight_bytes = model.num_outer_parameters * element_bytes + int(num_trained * master_bytes)
+    weight_bytes += int((model.num_parameters - model.num_outer_parameters) * inner_bytes)
+    num_tokens, num_recomputed = trainer.max_pack_tokens, min(trainer.num_recomputed_layers, model.num_layers)
+    saved_elements = (model.num_layers - num_recomputed) * model.layer_elements + num_recomputed * model.hidden_size
+    head_bytes = min(2 * num_tokens * model.vocab_size * element_bytes, HEAD_BYTES) if gpu else 0
+    if not trainer.lora.enabled:  # the gradient of the head is summed in float32
+        head_bytes += 2 * GRADIENT_BYTES * model.vocab_size * model.hidden_size
+    recomputed_bytes = num_tokens * model.layer_elements * element_bytes if num_recomputed else 0  # after the head
+    return MemoryUse(
+        weights=weight_bytes // num_ranks + copy_bytes,
+        moments=count_moment_bytes(trainer, model) // num_ranks,
+        gradients=int(num_trained * GRADIENT_BYTES) // num_ranks,
+        activations=num_tokens * saved_elements * element_bytes,
+        working=TORCH_BASE_BYTES + max(head_bytes, recomputed_bytes),
+    )
 
 
 def count_trained(trainer: TrainerConfig, model: ModelSize) -> float:
     """Return the number of parameters that are trained."""
-    return model.num_parameters * (LORA_PARAMETER_FRACTION if trainer.lora.enabled else 1)
+    return model.num_parameters * (ADAPTER_FRACTION * trainer.lora.rank if trainer.lora.enabled else 1)
 
 
 def count_moment_bytes(trainer: TrainerConfig, model: ModelSize) -> int:
@@ -152,8 +211,3 @@ def count_weight_bytes(trainer: TrainerConfig, model: ModelSize, *, gpu: bool) -
 def get_element_bytes(dtype: str, gpu: bool) -> int:
     """Return the bytes of one weight of a process with the setting `dtype`; `auto` is float32 on a CPU."""
     return 4 if dtype == "float32" or (dtype == "auto" and not gpu) else 2
-
-
-def add_margin(num_bytes: int) -> int:
-    """Return how much of a device is needed for these bytes, with the part that stays free."""
-    return int(num_bytes / MAX_MEMORY_FRACTION)
