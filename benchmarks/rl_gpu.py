@@ -387,10 +387,11 @@ def speed(home: Path, args: Any) -> list[Row]:
         )
         with gpu_load() as load:
             observation = observe(flags=flags)
-        resumed = observe(flags=[*flags, "--max-steps", str(args.speed_steps + 1)])  # loads the last checkpoint
-        num_resumed = len(resumed.metrics["train/seconds"]) - len(observation.metrics["train/seconds"])
         step_rows = [*_step_rows(observation), *_gpu_rows(load, observation)]
-        step_rows.append(Row("steps after loading the last checkpoint", float(num_resumed), None, "", 1, at_least=True))
+        if args.resume:
+            resumed = observe(flags=[*flags, "--max-steps", str(args.speed_steps + 1)])
+            count = len(resumed.metrics["train/seconds"]) - len(observation.metrics["train/seconds"])
+            step_rows.append(Row("steps after loading the last checkpoint", count, None, "", 1, at_least=True))
         targets = SPEED_TARGETS.get(args.size, {}) if max_staleness else {}
         for row in step_rows:
             target, at_least = targets.get(row.name, (None, False))
@@ -518,6 +519,7 @@ def main() -> int:
     flags.add_argument("--size", choices=list(SPEED_TARGETS), default="0.5b", help="size of the model of `speed`")
     flags.add_argument("--vocabulary", type=int, default=39_000, help="vocabulary of the model of `speed`")
     flags.add_argument("--max-tokens", type=int, default=256, help="new tokens of `speed`")
+    flags.add_argument("--resume", action="store_true", help="continue `speed` for a step from its last checkpoint")
     flags.add_argument("--output", type=Path, help="output directory of the runs of `speed`, such as one in memory")
     flags.add_argument("--rl-flags", default="", help="more flags for `ramify rl` of `speed`, such as LoRA's")
     flags.add_argument("--tail-steps", type=int, default=24, help="steps of `tail`")
