@@ -268,6 +268,7 @@ class Engine:
         try:
             return await stage_and_swap()
         except (MemoryUnreadable, WeightsMissing) as error:
+            self.core.counters.swaps_refused += 1
             reason = str(error)
         return await stage_and_swap(reason)
 
