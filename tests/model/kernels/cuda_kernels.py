@@ -177,6 +177,31 @@ def test_tiles_of_tree_attention_equal_the_reference_forward_and_backward(tile):
         assert (actual - expected_grad).norm() <= 1e-5 * expected_grad.norm()
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "has_norm"), [(9, 3, True), (4, 2, False)])
+def test_rotation_equals_plain_formulas(heads, kv_heads, has_norm):
+    from ramify.model.kernels.cuda.decoder import HEADS_PER_PROGRAM, _rotate_and_cache
+
+    torch.manual_seed(0)
+    rows, width, num_heads = 5, 16, heads + 2 * kv_heads
+    qkv, rope = torch.randn(rows, num_heads * width, device=DEVICE), torch.randn(20, 2 * width, device=DEVICE)
+    bias, norms = torch.randn(num_heads * width, device=DEVICE), torch.randn(2, width, device=DEVICE)
+    positions, slots = torch.tensor([[3, 4, 5, 0, 19], [7, 8, 9, 2, 1]], dtype=torch.int32, device=DEVICE)
+    query, key, value = (qkv + bias).view(rows, num_heads, width).split([heads, kv_heads, kv_heads], 1)
+    cos, sin = rope[positions.long()].unsqueeze(1).chunk(2, -1)
+    expected = []
+    for part, norm in ((query, norms[0]), (key, norms[1])):
+        normed = torch.nn.functional.rms_norm(part, (width,), norm, 1e-6) if has_norm else part
+        expected.append(normed * cos + normed.roll(width // 2, -1) * sin)
+    cache = torch.zeros(10, 2, kv_heads, width, device=DEVICE)
+    constants: Any = {"HEADS": heads, "KV_HEADS": kv_heads, "D": width, "HALF": 8, "TILE": HEADS_PER_PROGRAM}
+    _rotate_and_cache[(rows, -(-num_heads // HEADS_PER_PROGRAM))](
+        qkv, bias, *norms, rope, positions, slots, cache, **constants, EPS=1e-6, HAS_BIAS=True, HAS_NORM=has_norm
+    )
+    torch.testing.assert_close(qkv.view(rows, num_heads, width)[:, :heads], expected[0])
+    torch.testing.assert_close(cache[slots.long()], torch.stack((expected[1], value), 1))
+    assert cache.abs().sum((1, 2, 3)).count_nonzero() == rows
+
+
 def test_sampling_follows_the_cumulative_distribution():
     from ramify.model.kernels.cuda.sampling import gather_ids, sample_rows
 

@@ -43,11 +43,14 @@ def _rotate_and_cache(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
     EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and rotate queries in place, and keys on their way to the cache, where values go unchanged."""
+    """Normalize and rotate queries in place, and keys on their way to the cache, where values go unchanged.
+
+    What all heads share is read as a matrix that repeats it for each head: threads need not exchange it.
+    """
     row = tl.program_id(0).to(tl.int64)
     position, slot = tl.load(POSITIONS + row).to(tl.int64), tl.load(SLOTS + row).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
-    column = tl.arange(0, HALF)[None, :]
+    column = tl.broadcast_to(tl.arange(0, HALF)[None, :], [TILE, HALF])
     mask = (head < HEADS + 2 * KV_HEADS) & (column < D // 2)
     is_query, is_key = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
     source = head * D + column
@@ -57,7 +60,6 @@ def _rotate_and_cache(
     if HAS_BIAS:
         first += tl.load(BIAS + source, mask=mask, other=0.0)
         second += tl.load(BIAS + source + D // 2, mask=mask, other=0.0)
-    # All loads come before the sums, so that a program waits for memory once.
     cos_first, cos_second = _load_halves(ROPE + position * (2 * D), column, D)
     sin_first, sin_second = _load_halves(ROPE + position * (2 * D) + D, column, D)  # the first half is negated
     x, y = first.to(tl.float32), second.to(tl.float32)

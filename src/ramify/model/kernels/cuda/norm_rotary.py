@@ -42,7 +42,7 @@ def _forward(
     HEADS: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = tl.arange(0, HALF)[None, :]
+    column = tl.broadcast_to(tl.arange(0, HALF)[None, :], [ROWS, HALF])  # threads need not exchange the weights
     mask, offsets, angle_offsets = row < rows, row * (2 * HALF) + column, row // HEADS * (2 * HALF) + column
     first, second = _load_halves(X, offsets, mask, HALF)
     weights = _load_halves(WEIGHT, column, column < HALF, HALF)

@@ -327,8 +327,9 @@ class PagedAttention:
 def choose_chunk_constants(width: int, min_queries: int, *, is_half: bool) -> dict[str, Any]:
     """Return the tile sizes of chunk items for heads of `width`: with `maxnreg` registers two programs run at once."""
     if is_half and width <= 128:
-        return {"QUERIES": 128, "KEYS": 32, "STAGES": 3, "num_warps": 8, "maxnreg": 128}
-    return {"QUERIES": max(min_queries, 64), "KEYS": 32, "STAGES": 2, "num_warps": 4}
+        return {"QUERIES": max(min_queries, 128), "KEYS": 32, "STAGES": 3, "num_warps": 8, "maxnreg": 128}
+    queries, keys = (64, 32) if is_half or width <= 128 else (32, 16)
+    return {"QUERIES": max(min_queries, queries), "KEYS": keys, "STAGES": 2, "num_warps": 4}
 
 
 def count_processors(device: torch.device) -> int:
