@@ -11,7 +11,8 @@ lists the cases.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -106,12 +107,11 @@ class SharedWeights:
             self._shared_tensors = [_share_cuda_tensor(name, tensor) for name, tensor in tensors.items()]
             return
         path = weights_directory / f"shared-{token}.bin"
-        starts, size = _lay_out(tensors)
-        file_bytes = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-        self._memory, self.tensors = str(path.resolve()), _carve(file_bytes, tensors, starts)
+        self.tensors = _allocate_like(tensors, partial(_map_file, path))
+        self._memory = str(path.resolve())
         self._shared_tensors = [
-            SharedTensor(name, _get_dtype_name(tensor), tuple(tensor.shape), starts[name])
-            for name, tensor in tensors.items()
+            SharedTensor(name, _get_dtype_name(view), tuple(view.shape), int(view.storage_offset()) * view.itemsize)
+            for name, view in self.tensors.items()
         ]
         owned = {(tensor.data_ptr(), tensor.shape): tensor for tensor in module.state_dict(keep_vars=True).values()}
         for name, tensor in tensors.items():
@@ -150,9 +150,10 @@ class SharedWeights:
     def start_host_copy(self) -> Mapping[str, Tensor]:
         """Start to copy the tensors to host memory, while the device goes on; the copy is valid until the next call."""
         if self._host_tensors is None:
-            starts, size = _lay_out(self.tensors)
-            host_bytes = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-            self._host_tensors = _carve(host_bytes, self.tensors, starts)
+            is_pinned = self._stream is not None
+            self._host_tensors = _allocate_like(
+                self.tensors, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+            )
         if self._stream is None:
             for name, tensor in self.tensors.items():
                 self._host_tensors[name].copy_(tensor)
@@ -215,24 +216,19 @@ def remove_announcements(weights_directory: Path, incarnation: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
-    """Return the first byte of each tensor in a buffer that holds all of them, and the size of the buffer."""
-    starts: dict[str, int] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        starts[name] = size
-        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return starts, size
+def _allocate_like(tensors: Mapping[str, Tensor], allocate: Callable[[int], Tensor]) -> dict[str, Tensor]:
+    """Return tensors with the same shapes and dtypes, which are views of one buffer of bytes."""
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+    parts = allocate(sum(sizes)).split(sizes)
+    return {name: _view(part, tensor.dtype, tensor.shape) for part, (name, tensor) in zip(parts, tensors.items())}
 
 
-def _carve(buffer: Tensor, tensors: Mapping[str, Tensor], starts: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return views of a buffer with the shapes and dtypes of `tensors`."""
-    return {name: _view(buffer, starts[name], tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+def _view(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def _view(buffer: Tensor, start: int, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
-    shape = tuple(shape)
-    return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+def _map_file(path: Path, size: int) -> Tensor:
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
 def _share_cuda_tensor(name: str, tensor: Tensor) -> SharedTensor:
@@ -252,8 +248,8 @@ def _map_tensors(announcement: Announcement, device: torch.device) -> dict[str, 
     path = Path(announcement.memory)
     if not path.is_file():  # otherwise torch would create it
         raise MemoryUnreadable(f"{path} does not exist")
-    buffer = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
-    return {item.name: _view(buffer, item.start, getattr(torch, item.dtype), item.shape) for item in tensors}
+    file_bytes = _map_file(path, path.stat().st_size)
+    return {item.name: _view(file_bytes[item.start :], getattr(torch, item.dtype), item.shape) for item in tensors}
 
 
 def _open_cuda_tensor(tensor: SharedTensor, device: torch.device) -> Tensor:

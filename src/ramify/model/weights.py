@@ -168,15 +168,11 @@ def _stage_tensors(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor])
     device = next(iter(targets.values())).device
     if device.type != "cuda":
         return {name: tensors[name].to(target.dtype, copy=True) for name, target in targets.items()}
-    if not has_room_for_staging(sum(target.nbytes for target in targets.values()), device):
+    num_bytes = sum(target.nbytes for target in targets.values())
+    if num_bytes > torch.cuda.mem_get_info(device)[0] // 2:  # requests need the rest
         return {name: tensors[name].to(target.dtype).pin_memory() for name, target in targets.items()}
     with use_own_stream(device):
         return {name: tensors[name].to(device=device, dtype=target.dtype) for name, target in targets.items()}
-
-
-def has_room_for_staging(num_bytes: int, device: torch.device) -> bool:
-    """Return whether a GPU can hold a second copy of the weights and still serve requests."""
-    return num_bytes <= torch.cuda.mem_get_info(device)[0] // 2
 
 
 def apply_weights(module: Any, staged: StagedWeights) -> None:
