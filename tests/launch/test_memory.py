@@ -2,7 +2,7 @@
 
 import pytest
 
-from ramify.infer.config import EngineConfig, VLLMConfig
+from ramify.infer.config import EngineConfig, EngineLimits, VLLMConfig
 from ramify.launch.memory import estimate_engine
 from ramify.train.memory import ModelSize
 
@@ -18,3 +18,11 @@ def test_weights_of_an_engine_are_split_over_its_gpus():
     size, engine = ModelSize(10**10, 20, 1024, 4096, 256), VLLMConfig(gpu_memory_utilization=0.01)
     one, two = (estimate_engine(engine, 256, size, num_gpus=gpus, device_memory=80 << 30) for gpus in (1, 2))
     assert one.weights - two.weights == pytest.approx(10**10, rel=0.01)
+
+
+def test_limits_that_no_plan_has_chosen_depend_on_the_device():
+    limits = [EngineConfig().get_limits(gpu=gpu) for gpu in (False, True)]
+    assert limits == [EngineLimits(64, 1024, 0.4, 128), EngineLimits(256, 8192, 0.85, 512)]
+    few_tokens = EngineConfig(max_num_batched_tokens=24, prefix_cache=False).get_limits(gpu=False)
+    assert few_tokens == EngineLimits(24, 24, 0.4, 0)
+    assert EngineConfig(max_running_requests=2000).get_limits(gpu=False).max_num_batched_tokens == 2000
