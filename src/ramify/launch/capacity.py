@@ -250,28 +250,20 @@ def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float
 
 def _explain_sizes(user_config: RunConfig, settings: Settings, model: ModelSize | None) -> dict[str, str]:
     """Return why each size that the user did not set has its value, by key."""
-    reasons: dict[str, str] = {}
-    if MOMENTS_KEY in settings:
-        compact = "with float32 the run would not fit, or be slower by more than half"
-        reasons[MOMENTS_KEY] = "it fits" if settings[MOMENTS_KEY] == "float32" else compact
-    if PACKS_KEY in settings:
-        is_limited = settings[PACKS_KEY] < PACK_SIZES[0]
-        reasons[PACKS_KEY] = "the fastest that fits" if is_limited else "larger packs are not faster"
-        if settings[PACKS_KEY] - user_config.seq_len < PACK_MULTIPLE:
-            reasons[PACKS_KEY] = f"a path of seq_len = {user_config.seq_len} is never split"
-    if LAYERS_KEY in settings and model is not None:
-        kept = "all activations fit" if not settings[LAYERS_KEY] else "more activations would not fit"
-        reasons[LAYERS_KEY] = f"of {model.num_layers}; {kept}"
-    if RUNNING_KEY in settings:
-        num_requests, batch_size = settings[RUNNING_KEY], user_config.orchestrator.batch_size
-        reasons[RUNNING_KEY] = f"at most two batches of {batch_size} for all engines, and what the cache can hold"
-        reasons[BATCHED_KEY] = "a longer prefill in one step is not faster"
-        if CACHE_KEY in settings:
-            needed = num_requests * (getattr(user_config.inference, "max_model_len", None) or user_config.seq_len)
-            reasons[CACHE_KEY] = f"{settings[CACHE_KEY] / needed:.0%} of what {num_requests} requests can need"
-        if FRACTION_KEY in settings:
-            reasons[FRACTION_KEY] = "the size of the model is unknown"
-    return {key: reason for key, reason in reasons.items() if _get_value(user_config, key) in ("auto", None)}
+    num_requests, batch_size = settings.get(RUNNING_KEY, 1), user_config.orchestrator.batch_size
+    max_len = getattr(user_config.inference, "max_model_len", None) or user_config.seq_len
+    cache_share = settings.get(CACHE_KEY, 0) / (num_requests * max_len)
+    reasons = {
+        MOMENTS_KEY: "float32 if it fits, and makes the run at most half slower than 8bit",
+        PACKS_KEY: "the fastest that fits; at least seq_len, because a path is never split",
+        LAYERS_KEY: f"of {model.num_layers if model is not None else 0}, as few as fit",
+        RUNNING_KEY: f"at most two batches of {batch_size} for all engines, and what the cache can hold",
+        BATCHED_KEY: "a longer prefill in one step is not faster",
+        CACHE_KEY: f"{cache_share:.0%} of what {num_requests} requests of full length can need",
+        FRACTION_KEY: "the size of the model is unknown",
+    }
+    chosen = [key for key in reasons if key in settings and _get_value(user_config, key) in ("auto", None)]
+    return {key: reasons[key] for key in chosen}
 
 
 def fits(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize = ModelSize.from_name) -> bool:
