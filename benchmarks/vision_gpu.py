@@ -190,7 +190,7 @@ def main() -> int:
         compile_layers(policy)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     trainer = Trainer(policy, TrainerConfig(), dtype=dtype, load_image=lambda media: workload.images[media.hash])
-    packs = pack_forests(workload.build_forests(requests), trainer.config.pack_tokens)
+    packs = pack_forests(workload.build_forests(requests), trainer.config.max_pack_tokens)
     metrics = [trainer.step(Batch.from_packs(step, packs)) for step in range(STEPS)]
     last = metrics[-1]
     images = GROUPS * IMAGES_PER_PROMPT
