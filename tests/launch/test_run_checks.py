@@ -7,6 +7,7 @@ import pytest
 
 from ramify.core.errors import ConfigInvalid
 from ramify.launch import run_checks
+from ramify.launch.process_configs import build_serve_config, build_trainer_config
 from ramify.launch.run_checks import check_run
 from ramify.launch.run_directory import prepare_run_directory
 from ramify.model.resolve import read_vocab_size, resolve_model_path
@@ -65,6 +66,21 @@ def test_a_dry_run_needs_no_model(tmp_path):
     check_run(config(tmp_path, model={"name": "Qwen/Qwen3-0.6B"}), dry_run=True)
     with pytest.raises(ConfigInvalid, match=r"model.name: model 'Qwen/Qwen3-0.6B' is not in the local cache"):
         check_run(config(tmp_path, model={"name": "Qwen/Qwen3-0.6B"}))
+
+
+def test_adapters_of_other_servers_are_merged(tmp_path):
+    servers = {"engine": "external", "base_url": ["http://localhost:8000"]}
+    unmerged = {"trainer": {"lora": {"rank": 8}}, "weights": {"adapters": "unmerged"}}
+    with pytest.raises(ConfigInvalid, match=r"weights.adapters: 'unmerged' needs native engines"):
+        check_run(config(tmp_path, inference=servers, **unmerged), dry_run=True)
+    with pytest.raises(ValueError, match=r"weights.adapters: is for LoRA"):
+        config(tmp_path, weights={"adapters": "merged"})
+    lora = {"trainer": {"lora": {"rank": 8, "alpha": 4}}}
+    engine = build_serve_config(config(tmp_path, model={"name": "tiny", "quantize": "4bit"}, **lora))["inference"]
+    assert engine["adapters"] == {"rank": 8, "alpha": 4, "target_modules": [], "quantize": "4bit"}
+    merged = config(tmp_path, inference=servers, **lora)
+    assert "adapters" not in build_serve_config(merged)["inference"]
+    assert build_trainer_config(merged)["weights"]["adapters"] == "merged"
 
 
 def test_missing_sink_library_is_refused(tmp_path):

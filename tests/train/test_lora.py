@@ -1,6 +1,7 @@
 """LoRA trains only adapters, and published weights have them merged."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from ramify.core.errors import ConfigInvalid
+from ramify.infer.weight_loader import WeightLoader
 from ramify.model.load import load_engine_model
-from ramify.model.lora import LoraLinear, add_adapters
+from ramify.model.logprob_check import build_check_ids, compute_reference_logprobs
+from ramify.model.lora import LoraLinear, add_adapters, add_engine_adapters
 from ramify.model.weights import apply_weights, stage_weights
+from ramify.model.weights_manifest import PublishedAdapters
 from ramify.trace import PolicyVersion
 from ramify.trace.forest import START_LOGPROB
 from ramify.train.batch import Batch
@@ -95,6 +99,23 @@ def test_published_weights_are_the_base_plus_the_adapters(model, tmp_path):
     for name, value in published_model.state_dict().items():
         assert torch.equal(engine.state_dict()[name], value)
     assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("shares_memory", [False, True], ids=["directory", "memory"])
+def test_an_engine_computes_with_published_adapters_as_the_trainer_does(model, tmp_path, shares_memory):
+    trainer = train(model, 3, alpha=8, quantize="8bit")
+    adapters = PublishedAdapters(model, 2.0, "8bit")
+    settings = {"base_model": model, "dtype": torch.float32, "adapters": adapters, "shares_memory": shares_memory}
+    published = WeightPublisher(tmp_path, SINGLE_RANK, policy="p", **settings).publish(trainer, 0, 3)
+    assert published.bytes == sum(value.nbytes for value in trainer.master_weights.parameters())
+    add = partial(add_engine_adapters, rank=4, alpha=8, target_modules=[], quantize="8bit")
+    engine = load_engine_model(model, dtype="float32", device="cpu", add_adapters=add).module
+    apply_weights(engine, WeightLoader(engine).stage(published.path))
+    ids = build_check_ids(engine.config)
+    with torch.no_grad():
+        expected = compute_reference_logprobs(trainer.policy.model, ids, "eager")
+        actual = compute_reference_logprobs(engine, ids, "eager")
+    assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_outputs_and_gradients_equal_those_of_peft():

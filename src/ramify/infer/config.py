@@ -20,6 +20,16 @@ class ModelConfig(Config):
     """A packaged model, a directory, or a Hugging Face id, which is downloaded if it is not in the local cache."""
 
 
+class EngineAdaptersConfig(Config):
+    """Adapters that the engine adds to its model, for versions of the weights that hold only adapters."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: int = Field(default=32, ge=1)
+    target_modules: list[str] = []
+    quantize: Literal["8bit", "4bit"] | None = None
+    """Round the matrices beside adapters to 8 or 4 bits, as the trainer does."""
+
+
 class EngineConfig(Config):
     """The native engine. A run on GPUs chooses what is `auto` when it is planned."""
 
@@ -66,6 +76,8 @@ class EngineConfig(Config):
     """Object store to fetch published weights from if their directory is not on this node. A run sets it."""
     copy_from_trainer: bool = True
     """Copy new weights from the trainer's GPU memory. A run turns it off for engines on other GPUs."""
+    adapters: EngineAdaptersConfig | None = None
+    """Adapters beside the matrices of the model. A run sets it if `weights.adapters` are not merged."""
 
     def get_limits(self, *, gpu: bool) -> "EngineLimits":
         """Return the limits of an engine on a GPU or a CPU, with values where no plan has chosen them."""

@@ -28,6 +28,7 @@ from ramify.infer.request import EngineRequest, RequestOutput, SamplingParams
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model.images import ProcessedImage
 from ramify.model.load import load_engine_model
+from ramify.model.lora import add_engine_adapters
 from ramify.model.resolve import resolve_model_path
 from ramify.model.shared_weights import MemoryUnreadable
 from ramify.model.weights import StagedWeights
@@ -136,8 +137,12 @@ class Engine:
         is_published = (path / MANIFEST_FILE).is_file()
         version = verify_weights(path).version if is_published else PolicyVersion(Path(name).name)
 
+        adapters = config.adapters
+        add = partial(add_engine_adapters, **adapters.model_dump()) if adapters is not None else None
+
         def build_core() -> EngineCore:
-            return EngineCore(load_engine_model(path, dtype=config.dtype, device=config.device), config, version)
+            model = load_engine_model(path, dtype=config.dtype, device=config.device, add_adapters=add)
+            return EngineCore(model, config, version)
 
         return cls(_run_in_new_thread(build_core).result())
 

@@ -39,6 +39,7 @@ from ramify.launch.process_configs import (
     build_serve_config,
     build_source_addresses,
     build_trainer_config,
+    publishes_adapters,
 )
 from ramify.launch.published_weights import choose_transport, describe_weights, is_beside_trainer, link_newest_weights
 from ramify.launch.run_checks import describe_step_size, list_model_notes, list_start_notes
@@ -318,8 +319,9 @@ class _PlanBuilder:
             table = build_serve_config(config, is_trainer_on_gpu=self.is_trainer_on_gpu)
             if isinstance(config.inference, EngineConfig) and not is_beside_trainer(name, self.placement):
                 table["inference"]["copy_from_trainer"] = False
-            # With a URL an engine fetches the newest weights when it joins the run.
-            weights = link_newest_weights(config, demand.file_stem) if config.weights.url is None else None
+            # Engines that fetch weights or apply adapters get the newest weights when they join the run.
+            starts_from_base = config.weights.url is not None or publishes_adapters(config)
+            weights = None if starts_from_base else link_newest_weights(config, demand.file_stem)
             table["model"] = {"name": config.model.name if weights is None else str(weights)}
         table["model"]["name"] = _make_absolute(table["model"]["name"])
         table["server"] |= {"host": slot.host, "port": slot.port, "shutdown_timeout": ATTEMPT_SHUTDOWN_TIMEOUT}

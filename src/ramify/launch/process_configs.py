@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from ramify.core.config import Config
 from ramify.core.errors import ConfigInvalid
-from ramify.infer.config import ExternalServersConfig, NamedModelConfig, VLLMConfig
+from ramify.infer.config import EngineConfig, ExternalServersConfig, NamedModelConfig, VLLMConfig
 from ramify.launch.machine import HOST, list_visible_gpus, uses_gpu
 from ramify.orchestrate.run_config import RunConfig, TrainSourceConfig
 from ramify.rollout.envserver.config import EnvServerConfig, ServedSourceConfig
@@ -51,9 +51,19 @@ def build_serve_config(run_config: RunConfig, *, is_trainer_on_gpu: bool | None 
         table["inference"] = {**_dump_set_fields(inference), "dtype": dtype, "max_model_len": length}
     if isinstance(inference, VLLMConfig):
         return table
+    if publishes_adapters(run_config):
+        lora, quantize = run_config.trainer.lora, run_config.model.quantize
+        settings = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": lora.target_modules}
+        table["inference"] |= {"adapters": settings | ({} if quantize is None else {"quantize": quantize})}
     if (weights_url := run_config.weights.url_for(run_config.path)) is not None:
         table["inference"]["weights_url"] = weights_url
     return {**table, "renderer": _dump_set_fields(run_config.renderer)}
+
+
+def publishes_adapters(run_config: RunConfig) -> bool:
+    """Return whether published weights hold only adapters, which the run's engines apply beside the base model."""
+    is_native = isinstance(run_config.inference, EngineConfig)
+    return run_config.trainer.lora.enabled and is_native and run_config.weights.adapters != "merged"
 
 
 def build_model_serve_config(run_config: RunConfig, model: NamedModelConfig, *, is_on_gpu: bool) -> ConfigTable:
@@ -106,7 +116,7 @@ def build_trainer_config(run_config: RunConfig) -> ConfigTable:
     """Build the configuration of `ramify trainer`, with the orchestrator's address if the run has a fixed one."""
     address, path = run_config.orchestrator.address, run_config.path
     sections = ("model", "trainer", "checkpoint", "weights")
-    return {
+    table: ConfigTable = {
         "name": path.name,
         "output": str(path.parent),
         **({} if run_config.shared_path is None else {"shared_directory": str(run_config.shared_path)}),
@@ -115,6 +125,9 @@ def build_trainer_config(run_config: RunConfig) -> ConfigTable:
         **{name: _dump_set_fields(getattr(run_config, name)) for name in sections},
         "seed": run_config.seed,
     }
+    if run_config.trainer.lora.enabled:
+        table["weights"]["adapters"] = "unmerged" if publishes_adapters(run_config) else "merged"
+    return table
 
 
 def _resolve_engine_dtype(run_config: RunConfig, is_trainer_on_gpu: bool | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound
 from ramify.core.names import format_count
+from ramify.infer.config import EngineConfig
 from ramify.launch.plugin_check import raise_with_plugin_problems
 from ramify.model.resolve import (
     fetch_model,
@@ -33,7 +34,7 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[Confi
 
     A dry run needs no model.
     """
-    problems = [*_find_rank_problems(config), *_find_sink_problems(config)]
+    problems = [*_find_rank_problems(config), *_find_sink_problems(config), *_find_adapter_problems(config)]
     problems += _find_weight_problems(config)
     if not dry_run:
         problems += [ConfigProblem(key, text) for key, name, text in list_missing_models(config) if not is_hub_id(name)]
@@ -107,6 +108,13 @@ def _find_sink_problems(config: RunConfig) -> list[ConfigProblem]:
     except ConfigInvalid as error:
         return error.problems
     return []
+
+
+def _find_adapter_problems(config: RunConfig) -> list[ConfigProblem]:
+    if config.weights.adapters != "unmerged" or isinstance(config.inference, EngineConfig):
+        return []
+    problem = "'unmerged' needs native engines that the run starts; use 'merged'"
+    return [ConfigProblem("weights.adapters", problem)]
 
 
 def _find_top_k_problems(config: RunConfig) -> list[ConfigProblem]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ramify.model.kernels.cpu import CLibraryUnavailable, build_cpu_ops
-from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
+from ramify.model.kernels.decoder_ops import AdapterWeights, DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
+from ramify.model.lora import LoraLinear
 from ramify.model.vision import build_image_inputs
 
 # Pre-norm, rotary in halves, gated SiLU. The three positions of a text token of Qwen3-VL are equal, so it is rotated as
@@ -32,6 +33,8 @@ class FusedModel:
     def __init__(self, module: Any) -> None:
         config, core, head = module.config.get_text_config(), module.get_decoder(), module.lm_head
         attention = core.layers[0].self_attn
+        embedding, layers = core.embed_tokens.weight, [_fuse_layer(layer) for layer in core.layers]
+        linears = [module for module in core.layers.modules() if isinstance(module, LoraLinear)]
         self.sizes = DecoderSizes(
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
@@ -40,8 +43,9 @@ class FusedModel:
             inner=config.intermediate_size,
             eps=config.rms_norm_eps,
             scaling=attention.scaling,
+            adapter_rank=max((len(adapter.up) for layer in layers for adapter in layer.adapters), default=0),
+            adapter_scaling=linears[0].scaling if linears else 0.0,
         )
-        embedding, layers = core.embed_tokens.weight, [_fuse_layer(layer) for layer in core.layers]
         all_positions = torch.arange(config.max_position_embeddings, device=embedding.device).unsqueeze(0)
         if "mrope_section" in (config.rope_parameters or {}):
             all_positions = all_positions.expand(3, 1, -1)  # transformers 5.17 does not expand them itself
@@ -161,7 +165,28 @@ def _fuse_layer(layer: Any) -> LayerWeights:
         mlp_norm=layer.post_attention_layernorm.weight,
         gate_up=gate_up,
         down=_concat_weights(mlp.down_proj)[0],
+        qkv_adapter=_concat_adapters(attention.q_proj, attention.k_proj, attention.v_proj),
+        out_adapter=_concat_adapters(attention.o_proj),
+        gate_up_adapter=_concat_adapters(mlp.gate_proj, mlp.up_proj),
+        down_adapter=_concat_adapters(mlp.down_proj),
     )
+
+
+def _concat_adapters(*linears: nn.Linear) -> AdapterWeights | None:
+    """Return the adapters of `linears` as one adapter of the summed rank; their own become views of it."""
+    adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
+    if not adapted:
+        return None
+    weight, rank = adapted[0].weight, len(adapted[0].adapter_down)
+    down = weight.new_zeros(linears[0].in_features, rank * len(adapted))
+    up = weight.new_zeros(rank * len(adapted), sum(linear.out_features for linear in linears))
+    first_column = 0
+    for linear in linears:
+        if isinstance(linear, LoraLinear):
+            part = slice(start := rank * adapted.index(linear), start + rank)
+            linear.set_adapter(down[:, part].t(), up[part, first_column : first_column + linear.out_features].t())
+        first_column += linear.out_features
+    return AdapterWeights(down, up)
 
 
 def _concat_weights(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -5,6 +5,7 @@ registered under a name, the model is loaded with that name, and what the engine
 function unchanged.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from ramify.core.terminal import hide_log_records
 from ramify.model.experts import ATTENTION_LAYER_TYPES, RECURRENT_LAYER_TYPES
 from ramify.model.kernels.paged_attention import paged_attention
 from ramify.model.logprob_check import collect_token_ids, describe_error, split_attn_implementation
+from ramify.model.lora import merge_published_adapters
 from ramify.model.pack_layout import VISION_MODEL_TYPES, get_longrope_limit, get_per_layer_settings
 from ramify.model.precision import DtypeChoice, choose_dtype
 from ramify.model.recurrent_state import StateSpec, probe_state_specs
 from ramify.model.vision import VisionTower, get_vision_tower
+from ramify.model.weights import read_tensors
+from ramify.model.weights_manifest import PublishedAdapters
 
 ATTENTION_NAME = "ramify_paged"
 # About the default config of Idefics3, which transformers compares each config to: its vocabulary and its padding.
@@ -68,10 +72,13 @@ class LoadedModel:
         return self.dtype_choice.dtype
 
 
-def load_engine_model(path: Path, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+def load_engine_model(
+    path: Path, *, dtype: str = "auto", device: str = "auto", add_adapters: Callable[[Any], None] | None = None
+) -> LoadedModel:
     """Load the model directory `path`.
 
-    Device `auto` is a GPU if there is one; dtype `auto` is what `choose_dtype` returns.
+    Device `auto` is a GPU if there is one; dtype `auto` is what `choose_dtype` returns. If `add_adapters` is given, it
+    is called with the model, which then gets versions of the weights that hold only adapters.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
     logging.disable_progress_bar()
@@ -81,6 +88,8 @@ def load_engine_model(path: Path, *, dtype: str = "auto", device: str = "auto") 
     dtype_choice = choose_dtype(dtype, getattr(config, "dtype", None), torch_device)
     module = load_hf_model(path, config, dtype_choice.dtype, ATTENTION_NAME)
     module.eval().requires_grad_(False).to(torch_device)
+    if add_adapters is not None:
+        add_adapters(module)
     eos_ids = collect_token_ids((config, module.generation_config), ["eos_token_id"])
     tower, is_hybrid = get_vision_tower(module), len(shape.kv_layers) < shape.num_layers
     state_specs = probe_state_specs(module, ATTENTION_NAME) if is_hybrid else ()
@@ -99,8 +108,15 @@ def load_config(path: Path) -> Any:
 def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementation: str | None) -> Any:
     """Load the Hugging Face model of a directory. Raises WeightsRefused or ModelUnsupported.
 
-    A missing tensor is an error: transformers would initialize it with random numbers.
+    A missing tensor is an error: transformers would initialize it with random numbers. Published adapters are merged
+    into their base model.
     """
+    if PublishedAdapters.from_directory(path) is not None:
+        manifest, tensors = read_tensors(path)
+        assert manifest.adapters is not None
+        module = load_hf_model(manifest.adapters.base_model, config, dtype, attn_implementation)
+        merge_published_adapters(module, tensors, manifest.adapters)
+        return module
     is_vision_model = config.model_type in VISION_MODEL_TYPES
     auto_class: Any = AutoModelForImageTextToText if is_vision_model else AutoModelForCausalLM
     try:

@@ -17,7 +17,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from ramify.core.errors import ConfigInvalid
 from ramify.model.quantization import QuantizedMatrix, QuantizeMode, dequantize_matrix, quantize_matrix
-from ramify.model.weights import get_untied_tensors
+from ramify.model.weights import ADAPTER_INFIX
+from ramify.model.weights_manifest import PublishedAdapters
 
 ADAPTER_NAME = "default"
 
@@ -109,6 +110,25 @@ class LoraLinear(nn.Linear):
         self.weight_codes, self.weight_scales = quantize_matrix(self.weight.to(device, dtype), mode)
         self.register_parameter("weight", None)
 
+    @property
+    def adapter_down(self) -> Tensor:
+        """The adapter's first matrix, [rank, in]."""
+        linear: Any = self.lora_A[ADAPTER_NAME]
+        return linear.weight
+
+    @property
+    def adapter_up(self) -> Tensor:
+        """The adapter's second matrix, [out, rank]."""
+        linear: Any = self.lora_B[ADAPTER_NAME]
+        return linear.weight
+
+    def set_adapter(self, down: Tensor, up: Tensor) -> None:
+        """Move the adapter into other memory, which it will share."""
+        down.copy_(self.adapter_down)
+        up.copy_(self.adapter_up)
+        self.lora_A[ADAPTER_NAME].weight = nn.Parameter(down, requires_grad=False)
+        self.lora_B[ADAPTER_NAME].weight = nn.Parameter(up, requires_grad=False)
+
     def get_matrix(self) -> Tensor:
         """Return the weight, dequantized if it is quantized."""
         return self.weight if self.weight_codes is None else _get_matrix(self.weight_codes, self.weight_scales)
@@ -118,13 +138,12 @@ class LoraLinear(nn.Linear):
         if not self.is_enabled:
             return F.linear(input, self.get_matrix(), self.bias)
         weight = self.weight if self.weight_codes is None else self.weight_codes
-        down, up = self.lora_A[ADAPTER_NAME].weight, self.lora_B[ADAPTER_NAME].weight
-        rows = input.flatten(0, -2)
-        output, _ = lora_linear(rows, weight, self.weight_scales, self.bias, down, up, self.scaling)
+        rows, scales = input.flatten(0, -2), self.weight_scales
+        output, _ = lora_linear(rows, weight, scales, self.bias, self.adapter_down, self.adapter_up, self.scaling)
         return output.view(*input.shape[:-1], self.out_features)
 
 
-def add_adapters(model: Any, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> None:
+def add_adapters(model: Any, rank: int, alpha: float, target_modules: Sequence[str], seed: int = 0) -> None:
     """Add adapters to linear maps of the layers and freeze the rest. The same seed gives the same adapters everywhere.
 
     `target_modules` are the last parts of the maps' names; empty is all. Raises ConfigInvalid for an unknown name.
@@ -153,9 +172,29 @@ def quantize_base(model: nn.Module, mode: QuantizeMode, dtype: torch.dtype, devi
             module.quantize(mode, dtype, device)
 
 
+def add_engine_adapters(
+    model: Any, rank: int, alpha: float, target_modules: Sequence[str], quantize: QuantizeMode | None = None
+) -> None:
+    """Add adapters of a running policy to an engine's model, in its dtype; until they are loaded they change nothing.
+
+    If the trainer's matrices are quantized, they are rounded to the same numbers here, and keep all bits.
+    """
+    add_adapters(model, rank, alpha, target_modules)
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.lora_A.to(module.weight.dtype)
+            module.lora_B.to(module.weight.dtype)
+            if quantize is not None:
+                module.weight.copy_(dequantize_matrix(quantize_matrix(module.weight, quantize)))
+    model.requires_grad_(False)
+
+
 def iter_base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the weights by their names in the base model: without adapters, and dequantized."""
-    for name, tensor in get_untied_tensors(model).items():
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    for name, tensor in model.state_dict().items():
+        if name in tied:
+            continue
         if name.endswith(".weight_codes"):
             module_name = name.removesuffix(".weight_codes")
             yield f"{module_name}.weight", model.get_submodule(module_name).get_matrix()
@@ -182,7 +221,18 @@ def disable_adapters(model: nn.Module) -> Generator[None]:
 
 def is_adapter_weight(name: str) -> bool:
     """Return whether a name in a state dict belongs to an adapter."""
-    return ".lora_" in name
+    return ADAPTER_INFIX in name
+
+
+def merge_published_adapters(model: nn.Module, adapters: dict[str, Tensor], settings: PublishedAdapters) -> None:
+    """Add published adapters to the weights of their base model, in place."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if get_adapter_names(name)[0] in adapters:
+                matrix = weight
+                if settings.quantize is not None:
+                    matrix = dequantize_matrix(quantize_matrix(weight, settings.quantize))
+                weight.copy_(merge_adapter(name, matrix, adapters, settings.scaling))
 
 
 def get_adapter_names(name: str) -> tuple[str, str]:

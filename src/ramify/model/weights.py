@@ -29,6 +29,7 @@ from ramify.core.watchdog import watch_storage
 from ramify.model.device_copy import use_own_stream
 from ramify.model.weights_manifest import (
     Manifest,
+    PublishedAdapters,
     check_checksum,
     check_same_tensors,
     compute_checksum,
@@ -36,6 +37,7 @@ from ramify.model.weights_manifest import (
 from ramify.trace.version import PolicyVersion
 
 SHARD_BYTES = 2 << 30
+ADAPTER_INFIX = ".lora_"  # in the names of an adapter's matrices
 CONFIG_FILE = "config.json"
 MODEL_FILES = (
     CONFIG_FILE,
@@ -65,11 +67,17 @@ class StagedWeights:
 
 
 def publish_weights(
-    directory: Path, tensors: Mapping[str, Tensor], version: PolicyVersion, *, base_model: Path | None = None
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    version: PolicyVersion,
+    *,
+    base_model: Path | None = None,
+    adapters: PublishedAdapters | None = None,
 ) -> Path:
     """Write `tensors` as the directory of a version, by rename. Raises WeightsRefused if it exists.
 
-    If `base_model` is given, its config and tokenizer are copied, so that the directory is a complete model.
+    If `base_model` is given, its config and tokenizer are copied, so that the directory is a complete model. If
+    `adapters` is given, the tensors are only adapters; `load_hf_model` merges them into their base model.
     """
     with watch_storage(directory):
         is_published = directory.exists()
@@ -77,21 +85,22 @@ def publish_weights(
         raise WeightsRefused(f"{directory} exists already; a published version is never written twice")
     with create_directory(directory) as partial_path:
         files: dict[str, str] = {}
+        stem = "model" if adapters is None else "adapters"
         shards = _split_shards(tensors)
         for number, shard in enumerate(shards, 1):
-            name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            name = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
             with watch_storage(directory, sum(tensor.nbytes for tensor in shard.values())):
                 write_safetensors(partial_path / name, shard)
             files[name] = compute_checksum(partial_path / name)
         if len(shards) > 1:
             weight_map = {key: name for shard, name in zip(shards, files) for key in shard}
             index = {"metadata": {}, "weight_map": weight_map}
-            write_and_fsync(partial_path / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+            write_and_fsync(partial_path / f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
         for name in MODEL_FILES:
             if base_model is not None and (base_model / name).is_file():
                 shutil.copyfile(base_model / name, partial_path / name)
         _write_dtype_to_config(partial_path / CONFIG_FILE, tensors)
-        Manifest(version, files).write(partial_path)
+        Manifest(version, files, adapters).write(partial_path)
     return directory
 
 
@@ -131,22 +140,32 @@ def _write_dtype_to_config(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def get_untied_tensors(module: Any) -> dict[str, Tensor]:
-    """Return the tensors that make up a version of this model: its state dict without tied copies."""
-    tied = set(getattr(module, "all_tied_weights_keys", None) or ())
-    return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
+    """Return the tensors that make up a version of this model.
+
+    They are its adapters if it has some, or else its state dict without tied copies.
+    """
+    tensors, tied = module.state_dict(), set(getattr(module, "all_tied_weights_keys", None) or ())
+    adapters = {name: tensor for name, tensor in tensors.items() if ADAPTER_INFIX in name}
+    return adapters or {name: tensor for name, tensor in tensors.items() if name not in tied}
 
 
 def stage_weights(directory: Path, module: Any) -> StagedWeights:
     """Read and verify a version for this model, which is not changed. Raises WeightsRefused if it does not fit."""
-    manifest = Manifest.read(directory)
     model_tensors = get_untied_tensors(module)
     tied = set(module.state_dict()) - set(model_tensors)
-    tensors: dict[str, Tensor] = {}
-    for name, digest in manifest.files.items():
-        tensors.update(_read_verified(directory / name, digest))
+    manifest, tensors = read_tensors(directory)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if name not in tied}
     check_same_tensors(directory, shapes, {name: list(tensor.shape) for name, tensor in model_tensors.items()})
     return StagedWeights(manifest.version, _stage_tensors(tensors, model_tensors))
+
+
+def read_tensors(directory: Path) -> tuple[Manifest, dict[str, Tensor]]:
+    """Read and verify the tensors of a version. Raises WeightsRefused."""
+    manifest = Manifest.read(directory)
+    tensors: dict[str, Tensor] = {}
+    for name, digest in manifest.files.items():
+        tensors.update(_read_verified(directory / name, digest))
+    return manifest, tensors
 
 
 def get_tensors_for(module: Any, source: Any) -> dict[str, Tensor]:

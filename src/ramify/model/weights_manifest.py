@@ -12,10 +12,10 @@ import contextlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
@@ -101,11 +101,26 @@ Shape = list[int]
 
 
 @dataclass(frozen=True, slots=True)
+class PublishedAdapters:
+    """What a version that holds only adapters is added to: the model directory, and how its matrices are quantized."""
+
+    base_model: Path
+    scaling: float
+    quantize: Literal["8bit", "4bit"] | None = None
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "PublishedAdapters | None":
+        """Read them from a published directory; None if it is a complete model. Raises WeightsRefused."""
+        return Manifest.read(directory).adapters if (directory / MANIFEST_FILE).is_file() else None
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The version of a directory and the checksum of each of its weight files."""
 
     version: PolicyVersion
     files: Mapping[str, str]
+    adapters: PublishedAdapters | None = None  # if the files hold only adapters
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
@@ -113,7 +128,11 @@ class Manifest:
         try:
             data = json.loads(read_bytes(directory / MANIFEST_FILE))
             version = PolicyVersion(str(data["policy"]), int(data["incarnation"]), int(data["step"]))
-            return cls(version, {str(name): str(digest) for name, digest in data["files"].items()})
+            files = {str(name): str(digest) for name, digest in data["files"].items()}
+            if (table := data.get("adapters")) is None:
+                return cls(version, files)
+            adapters = PublishedAdapters(Path(table["base_model"]), float(table["scaling"]), table["quantize"])
+            return cls(version, files, adapters)
         except OSError as error:
             raise WeightsRefused(f"{directory} has no readable {MANIFEST_FILE}: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -122,7 +141,14 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write the manifest into `directory`."""
         policy, incarnation, step = self.version
-        data = {"policy": policy, "incarnation": incarnation, "step": step, "files": dict(self.files)}
+        data: dict[str, Any] = {
+            "policy": policy,
+            "incarnation": incarnation,
+            "step": step,
+            "files": dict(self.files),
+        }
+        if self.adapters is not None:
+            data["adapters"] = {**asdict(self.adapters), "base_model": str(self.adapters.base_model)}
         write_and_fsync(directory / MANIFEST_FILE, json.dumps(data, indent=2).encode())
 
 
@@ -157,7 +183,12 @@ def compute_checksum(path: Path) -> str:
 
 
 def read_tensor_shapes(directory: Path, files: list[str] | None = None) -> dict[str, Shape]:
-    """Return the shape of every tensor in the safetensors files of `directory`, without tied copies."""
+    """Return the shape of every tensor in the safetensors files of `directory`, without tied copies.
+
+    Without `files`, a directory of adapters has the tensors of its base model.
+    """
+    if files is None and (adapters := PublishedAdapters.from_directory(directory)) is not None:
+        directory = adapters.base_model
     names = files if files is not None else sorted(path.name for path in directory.glob("*.safetensors"))
     shapes: dict[str, Shape] = {}
     for name in names:
@@ -168,7 +199,12 @@ def read_tensor_shapes(directory: Path, files: list[str] | None = None) -> dict[
 
 
 def read_tensor_dtypes(directory: Path) -> set[str]:
-    """Return the dtypes of the tensors in the safetensors files of `directory`, as safetensors names them."""
+    """Return the dtypes of the tensors in the safetensors files of `directory`, as safetensors names them.
+
+    A directory of adapters has the dtypes of its base model.
+    """
+    adapters = PublishedAdapters.from_directory(directory)
+    directory = directory if adapters is None else adapters.base_model
     dtypes: set[str] = set()
     for path in directory.glob("*.safetensors"):
         with _open_safetensors(path) as file:

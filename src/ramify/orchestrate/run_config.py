@@ -362,6 +362,8 @@ class RunConfig(Config):
         yield from self._find_model_name_problems()
         yield from self._find_cluster_problems()
         yield from find_quantize_problems(self.model, self.trainer)
+        if self.weights.adapters != "auto" and not self.trainer.lora.enabled:
+            yield "weights.adapters", "is for LoRA; set trainer.lora.rank, or remove the key"
 
     def _find_source_problems(self) -> Iterator[tuple[str, str]]:
         for kind, sources in (("train", self.train), ("eval", self.eval)):

@@ -182,6 +182,10 @@ class WeightsConfig(Config):
     directory follows for some versions, or for all if other engines read it (`ipc+disk`, `ipc+shm`). `auto`: `ipc` on
     the trainer's GPU, `shm` on its host if the memory has room, else `disk`."""
 
+    adapters: Literal["auto", "merged", "unmerged"] = "auto"
+    """With LoRA: `unmerged` publishes only the adapters, which native engines apply beside the base model, as the
+    trainer does. `merged` publishes complete models, in whose bfloat16 small changes may be rounded away. `auto` is
+    `unmerged` for native engines that the run starts, else `merged`."""
     url: str | None = None
     """An object store to which published weights are copied, such as `s3://bucket/weights`, or another URL that fsspec
     knows. Native engines that do not find a directory fetch it from there, once per node."""

@@ -75,16 +75,18 @@ def export_model(store: RunStore, directory: Path, step: str = "") -> ExportedMo
     if not available:
         raise ConfigInvalid(f"{run} has no checkpoint yet, so there is no model to export")
     chosen = _choose_step(step, available, store)
-    if chosen in published:
-        verify_weights(published[chosen])
+    if chosen in published and verify_weights(published[chosen]).adapters is None:
         with create_directory(directory) as partial_path:
             shutil.copytree(published[chosen], partial_path, dirs_exist_ok=True)
     else:
-        commit = ledger.get_commit(chosen)
-        checkpoint = find_committed_checkpoint(run / CHECKPOINTS_DIR, chosen, commit.directory if commit else "")
         base_model = fetch_model(model.name)
         dtype = _find_dtype(base_model, trainer, list(published.values()))
-        tensors = _build_tensors(checkpoint, base_model, trainer, dtype, model.quantize)
+        if chosen in published:
+            tensors = get_untied_tensors(load_hf_model(published[chosen], load_config(base_model), dtype, None))
+        else:
+            commit = ledger.get_commit(chosen)
+            checkpoint = find_committed_checkpoint(run / CHECKPOINTS_DIR, chosen, commit.directory if commit else "")
+            tensors = _build_tensors(checkpoint, base_model, trainer, dtype, model.quantize)
         publish_weights(directory, tensors, PolicyVersion(run.name, 0, chosen), base_model=base_model)
     return ExportedModel(chosen, directory, trainer.lora.enabled)
 

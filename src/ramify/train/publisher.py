@@ -27,6 +27,8 @@ from ramify.model.lora import is_adapter_weight, iter_base_weights, merge_adapte
 from ramify.model.remote_weights import remove_uploaded_weights, upload_weights
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN
 from ramify.model.shared_weights import SharedWeights, remove_announcements
+from ramify.model.weights import get_untied_tensors
+from ramify.model.weights_manifest import PublishedAdapters
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.run.store import storage_call, wrap_storage_errors
 from ramify.trace import PolicyVersion
@@ -55,7 +57,8 @@ class WeightPublisher:
     engines copy it from the trainer's tensors, and `withdraw` must be called before these change; directories follow in
     the background: for every version if `write_every_version`, otherwise for as many as take a tenth of the time.
     `wait_until_copied` waits for these engines and returns which were too slow. The weights of several ranks are
-    sharded, so they are not shared. If there is a `url`, every directory is copied there. `warn` receives one line for
+    sharded, so they are not shared. If there is a `url`, every directory is copied there. If `adapters` is
+    given, versions hold only the adapters; otherwise these are merged into the weights. `warn` receives one line for
     each failure that does not end the training.
     """
 
@@ -72,10 +75,11 @@ class WeightPublisher:
         wait_until_copied: Callable[[PolicyVersion], str] = lambda version: "",
         write_every_version: bool = False,
         url: str | None = None,
+        adapters: PublishedAdapters | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.directory, self.ranks, self.policy, self.incarnation = directory, ranks, policy, incarnation
-        self.base_model, self.dtype, self.url = base_model, dtype, url
+        self.base_model, self.dtype, self.url, self._adapters = base_model, dtype, url, adapters
         self._warn, self._wait_until_copied, self._write_every_version = warn, wait_until_copied, write_every_version
         self._shares_memory = shares_memory and ranks.world_size == 1
         self._shared: SharedWeights | None = None
@@ -152,7 +156,8 @@ class WeightPublisher:
 
     def _gather_weights(self, trainer: Trainer, *, is_writer: bool) -> Mapping[str, Tensor]:
         """Return the weights on the rank that writes them, in host memory or shared. A collective."""
-        weights = ((name, tensor.to(self.dtype)) for name, tensor in iter_merged_weights(trainer))
+        iter_weights = iter_merged_weights if self._adapters is None else iter_adapters
+        weights = ((name, tensor.to(self.dtype)) for name, tensor in iter_weights(trainer))
         if self._shared is not None:
             self.withdraw()
             self._shared.refill(weights)
@@ -175,7 +180,7 @@ class WeightPublisher:
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
         with wrap_storage_errors(self.directory):
-            publish_weights(path, tensors, version, base_model=self.base_model)
+            publish_weights(path, tensors, version, base_model=self.base_model, adapters=self._adapters)
         if self.url is not None:
             upload_weights(path, self.url)
 
@@ -208,6 +213,12 @@ class WeightPublisher:
             remove_uploaded_weights(path.name, self.url)
         with storage_call(self.directory):
             remove_directory(path)
+
+
+def iter_adapters(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the adapters that the model computes with. Every rank must iterate to the end."""
+    for name, tensor in get_untied_tensors(trainer.policy.model).items():
+        yield name, gather_full_tensor(tensor.detach())
 
 
 def iter_merged_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from ramify.core.errors import ConfigInvalid, StorageFull
 from ramify.model.remote_weights import get_run_url
 from ramify.model.resolve import fetch_model
+from ramify.model.weights_manifest import PublishedAdapters
 from ramify.processes.training_lock import TrainingLock
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store.image_store import MEDIA_DIR
@@ -150,8 +151,16 @@ class TrainerProcess:
             wait_until_copied=self.batch_source.wait_until_copied,
             write_every_version=config.weights.writes_every_version,
             url=None if url is None else get_run_url(url, registration.run),
+            adapters=self._describe_adapters(),
             warn=self.log,
         )
+
+    def _describe_adapters(self) -> PublishedAdapters | None:
+        """Return what published adapters belong to; None if complete models are published."""
+        config, lora = self.config, self.config.trainer.lora
+        if not lora.enabled or config.weights.adapters != "unmerged":
+            return None
+        return PublishedAdapters(self.model_path.absolute(), lora.alpha / lora.rank, config.model.quantize)
 
     def _report_trained(self, metrics: StepMetrics) -> bool:
         """Report a finished step; returns whether a checkpoint is requested now."""

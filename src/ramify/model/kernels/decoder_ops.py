@@ -26,6 +26,16 @@ class DecoderSizes:
     inner: int
     eps: float
     scaling: float
+    adapter_rank: int = 0  # the largest rank of the adapters beside a product
+    adapter_scaling: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """The adapters beside a product: `down` is [in, rank], `up` [rank, out], with zeros between adapters of parts."""
+
+    down: Tensor
+    up: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,16 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    qkv_adapter: AdapterWeights | None = None
+    out_adapter: AdapterWeights | None = None
+    gate_up_adapter: AdapterWeights | None = None
+    down_adapter: AdapterWeights | None = None
+
+    @property
+    def adapters(self) -> list[AdapterWeights]:
+        """The adapters that the layer has."""
+        adapters = (self.qkv_adapter, self.out_adapter, self.gate_up_adapter, self.down_adapter)
+        return [adapter for adapter in adapters if adapter is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +97,12 @@ class DecoderOps:
         """Return `rows` [rows, in] times `weight` [in, out], plus `addend` if given."""
         return torch.mm(rows, weight) if addend is None else torch.addmm(addend, rows, weight)
 
+    def add_adapter(self, product: Tensor, rows: Tensor, adapter: AdapterWeights | None) -> Tensor:
+        """Add the adapter's product with `rows` to a product, in place."""
+        if adapter is None:
+            return product
+        return product.addmm_(torch.mm(rows, adapter.down), adapter.up, alpha=self.sizes.adapter_scaling)
+
     def forward(
         self,
         weights: DecoderWeights,
@@ -105,7 +131,8 @@ class DecoderOps:
         Queries and keys are rotated by `rope`, [rows, 2 * head_dim].
         """
         heads, kv_heads, head_dim = self.sizes.heads, self.sizes.kv_heads, self.sizes.head_dim
-        qkv = self.matmul(self.norm(hidden, layer.norm), layer.qkv)
+        normed = self.norm(hidden, layer.norm)
+        qkv = self.add_adapter(self.matmul(normed, layer.qkv), normed, layer.qkv_adapter)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -122,11 +149,13 @@ class DecoderOps:
 
     def project_out_and_mlp(self, layer: LayerWeights, attn_output: Tensor, hidden: Tensor) -> Tensor:
         """Return `hidden` plus the output projection of attention, plus the MLP of that sum."""
-        hidden = self.matmul(attn_output, layer.out, hidden)
+        hidden = self.add_adapter(self.matmul(attn_output, layer.out, hidden), attn_output, layer.out_adapter)
         if layer.out_bias is not None:
             hidden += layer.out_bias
-        gate, up = self.matmul(self.norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-        return self.matmul(F.silu(gate).mul_(up), layer.down, hidden)
+        normed = self.norm(hidden, layer.mlp_norm)
+        gate, up = self.add_adapter(self.matmul(normed, layer.gate_up), normed, layer.gate_up_adapter).chunk(2, -1)
+        inner = F.silu(gate).mul_(up)
+        return self.add_adapter(self.matmul(inner, layer.down, hidden), inner, layer.down_adapter)
 
     def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         sizes = self.sizes

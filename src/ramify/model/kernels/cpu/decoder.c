@@ -1,6 +1,6 @@
 /* The forward of a Llama-like decoder, whole and in parts, and sampling of the next token. All arrays are contiguous
    float32. The file is compiled for one model: HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, EPS and SCALING are defined on
-   the command line, and ROWS_PER_CHUNK, the number of rows that go through a layer together. */
+   the command line, so are ADAPTER_RANK and ADAPTER_SCALING, and ROWS_PER_CHUNK, the number of rows that go through a layer together. */
 
 #include <math.h>
 #include <stdint.h>
@@ -11,10 +11,17 @@ enum { HEADS_PER_KV_HEAD = HEADS / KV_HEADS, HALF = HEAD_DIM / 2, ATTN_WIDTH = H
 enum { QKV_WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM, SLOT_WIDTH = 2 * KV_HEADS * HEAD_DIM };
 enum { VOCAB_CHUNK = 64 }; /* tokens per partial sum of the cumulative distribution */
 
+/* The adapters beside a product: down [in, rank], up [rank, out]; both are null if the product has none. */
+typedef struct {
+    const float *down, *up;
+    int64_t rank;
+} AdapterWeights;
+
 /* One layer; matrices are [in, out], and a tensor that the model does not have is null. The field order is that of
    LayerWeights in Python. */
 typedef struct {
     const float *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *down;
+    const AdapterWeights *qkv_adapter, *out_adapter, *gate_up_adapter, *down_adapter;
 } LayerWeights;
 
 /* The tensors outside the layers: embedding and head [vocab, HIDDEN], rope_table [positions, 2 * HEAD_DIM]. The field
@@ -32,6 +39,17 @@ static void matmul(Sgemm *sgemm, const float *x, int stride, const float *w, flo
                    float beta) {
     const float one = 1;
     sgemm("N", "N", &out, &rows, &in, &one, w, &out, x, &stride, &beta, y, &out);
+}
+
+/* y [rows, out] += ADAPTER_SCALING * x [rows, in] @ adapter->down @ adapter->up, if there is an adapter. */
+static void add_adapter(Sgemm *sgemm, const AdapterWeights *adapter, const float *x, int stride, float *y, int rows,
+                        int in, int out) {
+    static _Thread_local float low_rank[ROWS_PER_CHUNK * (ADAPTER_RANK + 1)];
+    if (!adapter) return;
+    const float one = 1, scaling = ADAPTER_SCALING;
+    const int rank = adapter->rank;
+    matmul(sgemm, x, stride, adapter->down, low_rank, rows, in, rank, 0);
+    sgemm("N", "N", &out, &rows, &rank, &scaling, adapter->up, &out, low_rank, &rank, &one, y, &out);
 }
 
 /* e^x within 2 units in the last place, written so that the compiler can vectorize it. */
@@ -76,6 +94,7 @@ void project_qkv(Sgemm *sgemm, const LayerWeights *layer, const float *hidden, c
         int count = rows - first < ROWS_PER_CHUNK ? rows - first : ROWS_PER_CHUNK;
         for (int i = 0; i < count; i++, hidden += HIDDEN) norm(hidden, layer->norm, normed + i * HIDDEN, HIDDEN);
         matmul(sgemm, normed, HIDDEN, layer->qkv, qkv, count, HIDDEN, QKV_WIDTH, 0);
+        add_adapter(sgemm, layer->qkv_adapter, normed, HIDDEN, qkv, count, HIDDEN, QKV_WIDTH);
         for (int i = 0; i < count; i++, qkv += QKV_WIDTH, rope += 2 * HEAD_DIM, slots++) {
             if (layer->qkv_bias)
                 for (int j = 0; j < QKV_WIDTH; j++) qkv[j] += layer->qkv_bias[j];
@@ -96,17 +115,20 @@ void project_out_and_mlp(Sgemm *sgemm, const LayerWeights *layer, const float *a
     for (int64_t first = 0; first < rows; first += ROWS_PER_CHUNK) {
         int count = rows - first < ROWS_PER_CHUNK ? rows - first : ROWS_PER_CHUNK;
         matmul(sgemm, attn_out, ATTN_WIDTH, layer->out, hidden, count, ATTN_WIDTH, HIDDEN, 1);
+        add_adapter(sgemm, layer->out_adapter, attn_out, ATTN_WIDTH, hidden, count, ATTN_WIDTH, HIDDEN);
         for (int i = 0; i < count; i++) {
             if (layer->out_bias)
                 for (int j = 0; j < HIDDEN; j++) hidden[i * HIDDEN + j] += layer->out_bias[j];
             norm(hidden + i * HIDDEN, layer->mlp_norm, normed + i * HIDDEN, HIDDEN);
         }
         matmul(sgemm, normed, HIDDEN, layer->gate_up, gate_up, count, HIDDEN, 2 * INNER, 0);
+        add_adapter(sgemm, layer->gate_up_adapter, normed, HIDDEN, gate_up, count, HIDDEN, 2 * INNER);
         for (int i = 0; i < count; i++) {
             float *restrict gate = gate_up + i * 2 * INNER, *restrict up = gate + INNER;
             for (int j = 0; j < INNER; j++) gate[j] = gate[j] / (1.0f + fast_exp(-gate[j])) * up[j];
         }
         matmul(sgemm, gate_up, 2 * INNER, layer->down, hidden, count, INNER, HIDDEN, 1);
+        add_adapter(sgemm, layer->down_adapter, gate_up, 2 * INNER, hidden, count, INNER, HIDDEN);
         attn_out += ROWS_PER_CHUNK * ATTN_WIDTH, hidden += ROWS_PER_CHUNK * HIDDEN;
     }
 }

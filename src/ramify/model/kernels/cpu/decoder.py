@@ -8,7 +8,7 @@ which take little time, run on one thread.
 
 import ctypes
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from ramify.model.kernels.cpu.c_library import (
     load_c_library,
     read_cpu_features,
 )
-from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
+from ramify.model.kernels.decoder_ops import AdapterWeights, DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, attend_tile
 
 ROWS_PER_CHUNK = 64  # rows that go through a layer together in C; the result of a row may depend on this number
@@ -168,11 +168,28 @@ def _c_literal(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value!r}f"
 
 
+class CAdapterWeights(ctypes.Structure):
+    """The struct AdapterWeights in C."""
+
+    _fields_: ClassVar = [("down", ctypes.c_void_p), ("up", ctypes.c_void_p), ("rank", ctypes.c_int64)]
+
+
 def _tensor_addresses(weights: LayerWeights | DecoderWeights) -> Any:
     """Return the addresses of the tensors in the order of the C struct. They stay valid: updates are in place."""
     values = [getattr(weights, name) for name in weights.__slots__]
-    addresses = [value.data_ptr() if isinstance(value, Tensor) else None for value in values]
-    return (ctypes.c_void_p * len(addresses))(*addresses)
+    adapters = [
+        CAdapterWeights(value.down.data_ptr(), value.up.data_ptr(), len(value.up))
+        if isinstance(value, AdapterWeights)
+        else None
+        for value in values
+    ]
+    addresses = [
+        ctypes.addressof(adapter) if adapter else value.data_ptr() if isinstance(value, Tensor) else None
+        for value, adapter in zip(values, adapters)
+    ]
+    struct: Any = (ctypes.c_void_p * len(addresses))(*addresses)
+    struct.adapters = adapters  # which the struct refers to only by address
+    return struct
 
 
 MAX_ROWS = 4  # with twice as many rows torch is as fast

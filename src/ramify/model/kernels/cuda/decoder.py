@@ -123,8 +123,11 @@ class CudaDecoderOps(DecoderOps):
             if index == len(weights.layers) - 1:  # the other rows only had to write keys and values
                 attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
             addend = self._project(attn_output, layer.out, layer.out_bias)
-            gate_up = torch.mm(self._add_norm(addend, hidden, layer.mlp_norm), layer.gate_up)
-            addend = torch.mm(self._multiply_silu(gate_up), layer.down)
+            addend = self.add_adapter(addend, attn_output, layer.out_adapter)
+            normed = self._add_norm(addend, hidden, layer.mlp_norm)
+            gate_up = self.add_adapter(torch.mm(normed, layer.gate_up), normed, layer.gate_up_adapter)
+            inner = self._multiply_silu(gate_up)
+            addend = self.add_adapter(torch.mm(inner, layer.down), inner, layer.down_adapter)
         return self._project(self._add_norm(addend, hidden, weights.norm), weights.head.t(), weights.head_bias)
 
     def _project(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -152,7 +155,7 @@ class CudaDecoderOps(DecoderOps):
     ) -> Tensor:
         """Return the projections, with rotated queries; keys and values are in the cache."""
         sizes = self.sizes
-        qkv = torch.mm(normed, layer.qkv)
+        qkv = self.add_adapter(torch.mm(normed, layer.qkv), normed, layer.qkv_adapter)
         num_heads = sizes.heads + 2 * sizes.kv_heads
         has_norm = layer.q_norm is not None
         _rotate_and_cache[(len(qkv), triton.cdiv(num_heads, HEADS_PER_PROGRAM))](

@@ -1,0 +1,114 @@
+"""An engine applies published adapters beside its base model; a model that is loaded from them has them merged."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ramify.core.errors import WeightsRefused
+from ramify.model.fused_model import FusedModel, _run_check_sequence, build_fused_model, build_hf_forward
+from ramify.model.kernels.cpu.decoder import CompiledDecoderOps
+from ramify.model.kernels.decoder_ops import DecoderOps
+from ramify.model.load import load_config, load_engine_model, load_hf_model
+from ramify.model.lora import add_engine_adapters
+from ramify.model.quantization import dequantize_matrix, quantize_matrix
+from ramify.model.weights import apply_weights, get_untied_tensors, publish_weights, stage_weights
+from ramify.model.weights_manifest import PublishedAdapters, read_tensor_dtypes, read_tensor_shapes
+from ramify.trace.version import PolicyVersion
+from tests.support.training import CONFIGS, build_model
+
+SCALING = 8 / 4
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def base(request, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("adapters") / "base"
+    build_model(CONFIGS[request.param], "eager").save_pretrained(path)
+    return path
+
+
+def load_engine(base: Path, targets=(), quantize=None):
+    def add(module):
+        add_engine_adapters(module, 4, 8, targets, quantize)
+
+    return load_engine_model(base, dtype="float32", device="cpu", add_adapters=add).module
+
+
+def publish(module, directory: Path, base: Path, quantize=None) -> Path:
+    """Publish random adapters for a model that has some."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: 0.1 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in get_untied_tensors(module).items()
+    }
+    assert tensors and all(".lora_" in name for name in tensors)
+    adapters = PublishedAdapters(base, SCALING, quantize)
+    return publish_weights(directory, tensors, PolicyVersion("p", 0, 1), base_model=base, adapters=adapters)
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj", "down_proj"]], ids=["all", "some"])
+def test_every_forward_of_an_engine_adds_the_adapters(base, tmp_path, targets):
+    """Adapters are loaded in place: the C code, the operators in torch and the model's own code see them."""
+    module = load_engine(base, targets)
+    with torch.no_grad():
+        before = _run_check_sequence(module, build_hf_forward(module))
+        fused = build_fused_model(module)
+        assert fused is not None and isinstance(fused.ops, CompiledDecoderOps)
+        directory = publish(module, tmp_path / "version", base)
+        apply_weights(module, stage_weights(directory, module))
+        expected = _run_check_sequence(module, build_hf_forward(module))
+        compiled = _run_check_sequence(module, fused)
+        fused.ops = DecoderOps(fused.sizes)
+        plain = _run_check_sequence(module, fused)
+    assert (expected - before).abs().max() > 0.1
+    for actual in (compiled, plain):
+        assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    merged = load_engine_model(directory, dtype="float32", device="cpu").module  # as `ramify serve -m DIR` does
+    with torch.no_grad():
+        merged_logits = _run_check_sequence(merged, build_hf_forward(merged))
+    assert torch.allclose(merged_logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_directory_of_adapters_stands_for_the_merged_model(base, tmp_path):
+    module = load_engine(base)
+    directory = publish(module, tmp_path / "version", base)
+    assert read_tensor_shapes(directory) == read_tensor_shapes(base)
+    assert read_tensor_dtypes(directory) == read_tensor_dtypes(base) == {"F32"}
+    merged = load_hf_model(directory, load_config(directory), torch.float32, None)
+    ids = torch.arange(20)[None] % 60
+    with torch.no_grad():
+        difference = merged(ids).logits - AutoModelForCausalLM.from_pretrained(base)(ids).logits
+    assert difference.abs().max() > 0.1
+
+
+def test_a_version_of_another_kind_is_refused(base, tmp_path):
+    module = load_engine(base)
+    tensors = load_file(base / "model.safetensors")
+    complete = publish_weights(tmp_path / "complete", tensors, PolicyVersion("p"), base_model=base)
+    with pytest.raises(WeightsRefused, match="tensors missing"):
+        stage_weights(complete, module)
+    directory = publish(module, tmp_path / "version", base)
+    plain = load_engine_model(base, dtype="float32", device="cpu").module
+    with pytest.raises(WeightsRefused, match="unknown tensors"):
+        stage_weights(directory, plain)
+
+
+@pytest.mark.parametrize("mode", ["8bit", "4bit"])
+def test_an_engine_rounds_its_base_as_the_trainer_does(base, tmp_path, mode):
+    module, plain = load_engine(base, quantize=mode), load_engine_model(base, dtype="float32", device="cpu").module
+    name = "model.layers.0.self_attn.q_proj"
+    rounded = dequantize_matrix(quantize_matrix(plain.get_submodule(name).weight, mode))
+    assert torch.equal(module.get_submodule(name).weight, rounded)
+    directory = publish(module, tmp_path / "version", base, mode)
+    apply_weights(module, stage_weights(directory, module))
+    merged = load_hf_model(directory, load_config(directory), torch.float32, None)
+    ids = torch.arange(20)[None] % 60
+    fused = FusedModel(module)
+    assert fused.sizes.adapter_rank == 12  # of queries, keys and values together
+    with torch.no_grad():
+        linear = module.get_submodule(name)
+        rows = torch.randn(3, linear.in_features)
+        assert torch.allclose(linear(rows), merged.get_submodule(name)(rows), rtol=1e-4, atol=1e-5)
+        assert merged(ids).logits.isfinite().all()
