@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.infer.config import ModelConfig
-from ramify.train.config import CheckpointConfig, OptimConfig, ScheduleConfig, TrainerConfig
+from ramify.train.config import CheckpointConfig, OptimConfig, ScheduleConfig, TrainedModelConfig, TrainerConfig
 from ramify.train.sft.config import SftConfig, SftDataConfig
 from tools.tiny.conversation import DrillConversation
 from tools.tiny.corpus import CorpusMix, draw_conversations
@@ -63,7 +62,7 @@ def build_sft_config(stage: SftStage, data_path: Path, model: Path, output: Path
     return SftConfig(
         name=stage.name,
         output=output,
-        model=ModelConfig(name=str(model)),
+        model=TrainedModelConfig(name=str(model)),
         data=SftDataConfig(path=str(data_path)),
         batch_size=stage.batch_size,
         seed=seed,
