@@ -77,7 +77,7 @@ def test_tensors_that_the_trainer_does_not_compute_with_are_copied_to_shared_mem
     shared = SharedWeights(merged, source, tmp_path, 1)
     for factor in (1.0, 3.0):
         shared.withdraw()
-        shared.refill((name, factor * tensor) for name, tensor in merged.items())
+        shared.copy_unshared_tensors((name, factor * tensor) for name, tensor in merged.items())
         shared.announce(VERSION, NAME)
         apply_weights(model, WeightLoader(model).stage(tmp_path / NAME))
         assert torch.equal(model[0].weight, factor * source[0].weight)

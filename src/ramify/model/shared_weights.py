@@ -60,16 +60,16 @@ class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
 class Announcement(msgspec.Struct, frozen=True):
     """The version that a trainer's tensors hold. `directory` is the name of the directory that will hold it too.
 
-    `is_current` is false once the version is withdrawn. `memory` is the UUID of the GPU or the path of the mapped file,
-    and `export` identifies the tensors: they are the same in all announcements of a trainer.
+    `is_current` is false once the version is withdrawn. `location` is the UUID of the GPU or the path of the mapped
+    file, and `export_id` identifies the tensors: they are the same in all announcements of a trainer.
     """
 
     version: PolicyVersion
     directory: str
     checksum: tuple[int, int]
     is_current: bool
-    export: str
-    memory: str
+    export_id: str
+    location: str
     tensors: list[SharedTensor]
 
     @classmethod
@@ -101,14 +101,14 @@ class SharedWeights:
         self._host_tensors: dict[str, Tensor] | None = None
         device = next(iter(tensors.values())).device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._export = uuid4().hex
+        self._export_id = uuid4().hex
         if device.type == "cuda":
-            self._memory, self.tensors = _get_gpu_uuid(device), dict(tensors)
+            self._location, self.tensors = _get_gpu_uuid(device), dict(tensors)
             self._shared_tensors = [_share_cuda_tensor(name, tensor) for name, tensor in tensors.items()]
             return
         path = weights_directory / f"shared-{token}.bin"
         self.tensors = _allocate_like(tensors, partial(_map_file, path))
-        self._memory = str(path.resolve())
+        self._location = str(path.resolve())
         self._shared_tensors = [
             SharedTensor(name, _get_dtype_name(view), tuple(view.shape), int(view.storage_offset()) * view.itemsize)
             for name, view in self.tensors.items()
@@ -124,7 +124,7 @@ class SharedWeights:
         """The version that is announced now."""
         return self._announcement.version if self._announcement is not None else None
 
-    def refill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def copy_unshared_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the tensors of a new version that are not shared. No version may be announced meanwhile."""
         assert self._announcement is None, "withdraw the announced version first"
         for name, tensor in tensors:
@@ -135,7 +135,7 @@ class SharedWeights:
         """Announce that the tensors hold `version`. They must not change until `withdraw` is called."""
         checksum = compute_tensor_checksum(self.tensors[name] for name in sorted(self.tensors))  # waits for the device
         self._announcement = Announcement(
-            version, directory, checksum, True, self._export, self._memory, self._shared_tensors
+            version, directory, checksum, True, self._export_id, self._location, self._shared_tensors
         )
         write_atomically(self._announcement_path, msgspec.msgpack.encode(self._announcement))
 
@@ -178,7 +178,7 @@ class SharedWeightsReader:
     """An engine's access to the tensors of trainers; the last trainer's stay mapped."""
 
     def __init__(self) -> None:
-        self._export, self._tensors = "", dict[str, Tensor]()
+        self._export_id, self._tensors = "", dict[str, Tensor]()
 
     def stage(self, announcement: Announcement, module: Any) -> StagedWeights:
         """Return the tensors of the trainer, to be copied into this model while their version is announced.
@@ -192,13 +192,13 @@ class SharedWeightsReader:
             {name: list(target.shape) for name, target in targets.items()},
         )
         check_current(announcement)
-        if announcement.export != self._export:
-            self._export, self._tensors = "", {}  # unmaps the tensors of a trainer that was replaced
+        if announcement.export_id != self._export_id:
+            self._export_id, self._tensors = "", {}  # unmaps the tensors of a trainer that was replaced
             try:
                 self._tensors = _map_tensors(announcement, next(iter(targets.values())).device)
             except (OSError, RuntimeError) as error:  # the trainer has ended, or memory cannot be shared with it
                 raise MemoryUnreadable(f"the trainer's memory cannot be mapped: {error}") from error
-            self._export = announcement.export
+            self._export_id = announcement.export_id
         return StagedWeights(announcement.version, self._tensors, announcement.checksum)
 
 
@@ -242,10 +242,10 @@ def _map_tensors(announcement: Announcement, device: torch.device) -> dict[str, 
     """Map the tensors of a trainer into this process. Raises MemoryUnreadable, OSError or RuntimeError."""
     tensors = announcement.tensors
     if tensors[0].cuda_handle is not None:
-        if device.type != "cuda" or announcement.memory != _get_gpu_uuid(device):
+        if device.type != "cuda" or announcement.location != _get_gpu_uuid(device):
             raise MemoryUnreadable("the trainer's tensors are not in the memory of this engine's device")
         return {tensor.name: _open_cuda_tensor(tensor, device) for tensor in tensors}
-    path = Path(announcement.memory)
+    path = Path(announcement.location)
     if not path.is_file():  # otherwise torch would create it
         raise MemoryUnreadable(f"{path} does not exist")
     file_bytes = _map_file(path, path.stat().st_size)

@@ -50,7 +50,7 @@ MODEL_FILES = (
 )
 
 
-CHECKSUM_WORDS = 1 << 22  # that are summed at a time
+CHECKSUM_WORDS = 1 << 22  # words summed at a time
 CHECKSUM_FACTOR = 0x5851F42D4C957F2D  # odd, so that the order of the parts matters
 
 

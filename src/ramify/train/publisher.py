@@ -160,7 +160,7 @@ class WeightPublisher:
         weights = ((name, tensor.to(self.dtype)) for name, tensor in iter_weights(trainer))
         if self._shared is not None:
             self.withdraw()
-            self._shared.refill(weights)
+            self._shared.copy_unshared_tensors(weights)
             return self._shared.tensors
         device = trainer.device if self._shares_memory else "cpu"
         tensors = {name: tensor.to(device) for name, tensor in weights if is_writer}
