@@ -44,6 +44,14 @@ def prepare_orchestrator(plan) -> RunConfig:
 # -- one machine -------------------------------------------------------------------------------------------------------
 
 
+def test_trainer_and_engine_get_the_same_base_in_4_bits(tmp_path):
+    model, trainer = {"name": "tiny", "quantize": "4bit"}, {"lora": {"rank": 8}}
+    plan = plan_here(config(tmp_path, model=model, trainer=trainer))
+    assert TrainerProcessConfig(**open_place(plan, "trainer")[2]).model.quantize == "4bit"
+    engine = ServeConfig(**open_place(plan, "inference/0")[2]).inference
+    assert engine.adapters.quantize == "4bit"
+
+
 def test_every_process_is_configured_with_the_addresses_of_the_others(tmp_path):
     plan = plan_here(config(tmp_path))
     names = ["orchestrator", "trainer", "inference/0", "env/train/reverse/0", "env/eval/reverse-text/0"]

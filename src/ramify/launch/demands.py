@@ -215,6 +215,9 @@ class GpuDivision:
         if self.config.trainer.optim.moments == "8bit":
             self.reasons.append("trainer: 1 GPU, because moments in 8 bits need a trainer of one rank")
             return 1
+        if self.config.model.quantize is not None:
+            self.reasons.append("trainer: 1 GPU, because a quantized base needs a trainer of one rank")
+            return 1
         limit = max(1, limit)
         fewest, why = self._find_fewest_ranks(limit)
         num_ranks = max(fewest, min(limit, self.num_gpus // GPUS_PER_RANK))

@@ -22,7 +22,6 @@ from ramify.env.chat_client import get_model_variable
 from ramify.infer.config import (
     EngineConfig,
     ExternalServersConfig,
-    ModelConfig,
     NamedModelConfig,
     ServeConfig,
     VLLMConfig,
@@ -359,7 +358,7 @@ class _PlanBuilder:
     def _build_trainer_start(self, demand: ProcessDemand, slot: ProcessSlot) -> ProcessStart:
         table, directory = build_trainer_config(self.config), self._get_directory(slot)
         table |= {"output": directory.parent if self._is_on_head(slot) else directory, "address": self.address}
-        table["model"] = ModelConfig(name=_make_absolute(self.config.model.name)).model_dump()
+        table["model"] |= {"name": _make_absolute(self.config.model.name)}
         record = ("--record", str(directory / "batches")) if self.config.record_batches else ()
         return self._build_start("trainer", TrainerProcessConfig(**table), demand, slot, arguments=record)
 
