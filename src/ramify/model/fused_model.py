@@ -8,7 +8,8 @@ forward, `build_fused_model` runs both on a few tokens and keeps the fused one o
 model runs its own code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def build_fused_model(module: Any, *, planned: bool = False) -> FusedModel | Non
     mlp = module.get_decoder().layers[0].mlp
     if mlp.gate_proj.bias is not None or mlp.down_proj.bias is not None:
         return None
-    with torch.no_grad():  # not inference mode: concatenated weights stay ordinary tensors, to be updated later
+    # Not inference mode: concatenated weights stay ordinary tensors, to be updated later.
+    with torch.no_grad(), _random_adapters(module):
         expected = _run_check_sequence(module, build_hf_forward(module))
         fused = FusedModel(module)
         if planned:
@@ -93,6 +95,21 @@ def build_fused_model(module: Any, *, planned: bool = False) -> FusedModel | Non
             reason = str(error)
         fused.ops = DecoderOps(fused.sizes, f"torch ({reason})")
         return fused if _logits_match(expected, _run_check_sequence(module, fused)) else None
+
+
+@contextmanager
+def _random_adapters(module: nn.Module) -> Generator[None]:
+    """Run the block with random numbers in the adapters: those of zero, as they start, would hide a wrong product."""
+    linears = [child for child in module.modules() if isinstance(child, LoraLinear)]
+    saved = [linear.adapter_up.clone() for linear in linears]
+    for seed, linear in enumerate(linears):
+        generator = torch.Generator(linear.adapter_up.device).manual_seed(seed)
+        linear.adapter_up.normal_(std=0.02, generator=generator)
+    try:
+        yield
+    finally:
+        for linear, up in zip(linears, saved):
+            linear.adapter_up.copy_(up)
 
 
 def build_hf_forward(module: Any) -> ForwardFn:
