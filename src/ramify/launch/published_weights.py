@@ -43,7 +43,7 @@ def choose_transport(config: RunConfig, placement: RunPlacement) -> str:
     shared = "ipc" if len(beside) == len(engines) else f"ipc+{directory}"
     if transport == "ipc":
         return shared
-    if not beside or not placement.get_demand(TRAINER).gpus:
+    if not beside or not placement.get_demand(TRAINER).gpus or config.weights.url is not None:
         return directory
     weights = config.weights.model_copy(update={"transport": shared})
     return shared if fits(config.model_copy(update={"weights": weights}), placement.nodes) else directory
