@@ -165,8 +165,13 @@ class WeightPublisher:
         device = trainer.device if self._shares_memory else "cpu"
         tensors = {name: tensor.to(device) for name, tensor in weights if is_writer}
         if is_writer and self._shares_memory:
-            with storage_call(self.directory):
-                self._shared = SharedWeights(tensors, trainer.policy.model, self.directory, self.incarnation)
+            try:
+                with storage_call(self.directory):
+                    self._shared = SharedWeights(tensors, trainer.policy.model, self.directory, self.incarnation)
+            except RuntimeError as error:  # some drivers and virtual machines cannot share a GPU's memory
+                self._warn(f"engines load all weights from {self.directory}: memory cannot be shared: {error}")
+                self._shares_memory = False
+                return {name: tensor.cpu() for name, tensor in tensors.items()}
         return tensors
 
     def _write_announced(self, path: Path, host_tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
