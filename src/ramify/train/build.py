@@ -102,6 +102,9 @@ def build_trainer(
         if checkpoints is not None:
             write_limits(checkpoints, planned, lowered)
 
+    limits = ranks.broadcast(read_limits(checkpoints, planned)) if checkpoints is not None else planned
+    if limits != planned:
+        log(f"memory: {limits} instead of {planned}, as an earlier start of this run found; other settings undo it")
     trainer = Trainer(
         policy,
         config.with_moments(moments.format),
@@ -114,7 +117,7 @@ def build_trainer(
         activations=LimitedActivations(
             policy,
             planned,
-            limits=ranks.broadcast(read_limits(checkpoints, planned)) if checkpoints is not None else None,
+            limits=limits,
             num_ranks=ranks.world_size,
             on_lowered=record_lowered,
         ),
