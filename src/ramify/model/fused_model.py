@@ -99,7 +99,7 @@ def build_fused_model(module: Any, *, planned: bool = False) -> FusedModel | Non
 
 @contextmanager
 def _random_adapters(module: nn.Module) -> Generator[None]:
-    """Run the block with random numbers in the adapters: those of zero, as they start, would hide a wrong product."""
+    """Run the block with random adapters: a wrong product would not show with zeros, with which they start."""
     linears = [child for child in module.modules() if isinstance(child, LoraLinear)]
     saved = [linear.adapter_up.clone() for linear in linears]
     for seed, linear in enumerate(linears):
