@@ -111,8 +111,8 @@ def test_if_the_memory_cannot_be_read_the_directory_is_waited_for(tmp_path, reas
         (tmp_path / "shared-1.bin").unlink()
     writer = threading.Timer(0.2, publish_weights, (tmp_path / NAME, get_untied_tensors(source), VERSION))
     writer.start()
-    unreadable_reason = "a copy broke off" if reason.startswith("known") else ""
-    staged = WeightLoader(model).stage(tmp_path / NAME, unreadable_reason=unreadable_reason)
+    directory_reason = "a copy broke off" if reason.startswith("known") else ""
+    staged = WeightLoader(model).stage(tmp_path / NAME, directory_reason=directory_reason)
     writer.join()
     assert staged.checksum is None
     apply_weights(model, staged)

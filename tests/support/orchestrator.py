@@ -136,5 +136,5 @@ class FakeEngines:
         return [WeightUpdateAck("http://engine", version, 0.1)]
 
     @property
-    def copying_versions(self) -> dict[str, PolicyVersion]:
+    def versions_of_copying_engines(self) -> dict[str, PolicyVersion]:
         return self.versions

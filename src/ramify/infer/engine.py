@@ -248,7 +248,7 @@ class Engine:
             if not self._staging_lock.acquire(timeout=STAGING_TIMEOUT):
                 raise DeadlineExceeded(f"another version was not staged within {STAGING_TIMEOUT:g} s: {directory}")
             try:
-                return self._weight_loader.stage(directory, run, unreadable_reason=reason)
+                return self._weight_loader.stage(directory, run, directory_reason=reason)
             finally:
                 self._staging_lock.release()
 

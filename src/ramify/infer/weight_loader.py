@@ -22,14 +22,14 @@ class WeightLoader:
 
     def __init__(self, module: Any, url: str | None = None, *, reads_memory: bool = True) -> None:
         self._module, self._url = module, url
-        self._unreadable_reason = "" if reads_memory else "this engine reads directories"
+        self._directory_reason = "" if reads_memory else "this engine reads directories"
         self._memory_reader = SharedWeightsReader()
 
-    def stage(self, directory: Path, run: str = "", *, unreadable_reason: str = "") -> StagedWeights:
+    def stage(self, directory: Path, run: str = "", *, directory_reason: str = "") -> StagedWeights:
         """Find the version of `directory` for the model, which is not changed; `run` is the id of its run.
 
         If the version is announced but the trainer's memory cannot be read, as on another GPU, after the trainer has
-        died, or for an `unreadable_reason` that the caller knows, wait for the directory. Raises WeightsRefused,
+        died, or for a `directory_reason` that the caller knows, wait for the directory. Raises WeightsRefused,
         WeightsReplaced, DeadlineExceeded after DIRECTORY_TIMEOUT, or ProviderError if it cannot be fetched.
         """
         if self._url is not None and not directory.is_dir():
@@ -39,7 +39,7 @@ class WeightLoader:
             return stage_weights(directory, self._module)
         if announcement.directory != directory.name:
             raise _make_replaced_error(directory, announcement)
-        reason = unreadable_reason or self._unreadable_reason
+        reason = directory_reason or self._directory_reason
         if not reason:
             try:
                 return self._memory_reader.stage(announcement, self._module)
@@ -70,5 +70,5 @@ def _wait_for_directory(directory: Path, reason: str) -> None:
 
 
 def _make_replaced_error(directory: Path, announcement: Announcement | None, reason: str = "") -> WeightsReplaced:
-    newer = f"{announcement.version} is announced now" if announcement else "its trainer was replaced"
-    return WeightsReplaced(f"{directory} is not on disk, and {newer}" + (f"; {reason}" if reason else ""))
+    cause = f"{announcement.version} is announced now" if announcement else "its trainer was replaced"
+    return WeightsReplaced(f"{directory} is not on disk, and {cause}" + (f"; {reason}" if reason else ""))

@@ -104,20 +104,20 @@ class WeightUpdater:
         Return "", or which engines have not copied it within the settings' `copy_timeout`.
         """
         deadline = self._clock() + self._settings.copy_timeout
-        while urls := self._list_copying(version):
+        while urls := self._list_engines_still_copying(version):
             if self._clock() >= deadline:
                 timeout = f"{self._settings.copy_timeout:g} s"
                 return f"{', '.join(urls)} did not copy {version} within {timeout}; its weights change now"
             await asyncio.sleep(COPY_POLL_INTERVAL)
         return ""
 
-    def _list_copying(self, version: PolicyVersion) -> list[str]:
+    def _list_engines_still_copying(self, version: PolicyVersion) -> list[str]:
         """Return the engines that are up and will copy a version, by URL."""
         is_pending = self._pending_update is not None and self._pending_update[0] == version
         will_be_applied = is_pending and not self.is_held and self._failed_version != version
         if self._applying_version != version and not will_be_applied:
             return []
-        return [url for url, copied in self._client.copying_versions.items() if copied != version]
+        return [url for url, served in self._client.versions_of_copying_engines.items() if served != version]
 
     @property
     def is_held(self) -> bool:

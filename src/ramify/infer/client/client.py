@@ -260,7 +260,7 @@ class InferenceClient(ServerPool[Replica]):
         return {replica.url: replica.require_adapter().version for replica in self.up_servers}
 
     @property
-    def copying_versions(self) -> dict[str, PolicyVersion]:
+    def versions_of_copying_engines(self) -> dict[str, PolicyVersion]:
         """The version of each server that is up and copies weights from the trainer's memory, by URL."""
         adapters = [replica.require_adapter() for replica in self.up_servers]
         return {adapter.url: adapter.version for adapter in adapters if adapter.copies_from_trainer}
