@@ -440,8 +440,9 @@ def _num_kv_blocks(model: LoadedModel, config: EngineConfig, limits: EngineLimit
     bytes_per_token = 2 * len(shape.kv_layers) * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
     on_gpu = model.device.type == "cuda"
     is_shared = TRAINING_LOCK_VARIABLE in os.environ
-    free_bytes = torch.cuda.mem_get_info(model.device)[is_shared] if on_gpu else psutil.virtual_memory().available
+    available_bytes = torch.cuda.mem_get_info(model.device)[is_shared] if on_gpu else psutil.virtual_memory().available
     num_states = limits.max_running_requests + limits.num_state_snapshots
     state_bytes = num_states * sum(spec.nbytes for spec in model.state_specs)
-    affordable = max(0, int(free_bytes * limits.kv_memory_fraction) - state_bytes) // (bytes_per_token * block_size)
+    cache_bytes = max(0, int(available_bytes * limits.kv_memory_fraction) - state_bytes)
+    affordable = cache_bytes // (bytes_per_token * block_size)
     return min(affordable, -(-limits.max_running_requests * _max_model_len(model, config) // block_size)) + 1
