@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ramify.core.errors import ModelUnsupported
 from ramify.model.quantization import NF4_LEVELS, dequantize_matrix, quantize_matrix
 
 
@@ -31,5 +32,5 @@ def test_zeros_stay_zeros_and_a_quantized_matrix_is_restored_exactly(mode):
 
 
 def test_a_matrix_of_odd_width_is_refused():
-    with pytest.raises(ValueError, match="has 9"):
+    with pytest.raises(ModelUnsupported, match="has 9"):
         quantize_matrix(torch.ones(2, 9), "4bit")

@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ramify.core.errors import ModelUnsupported
+
 QuantizeMode = Literal["8bit", "4bit"]
 MAX_BLOCK = 64
 NF4_LEVELS = (
@@ -42,11 +44,11 @@ class QuantizedMatrix(NamedTuple):
 
 
 def quantize_matrix(matrix: Tensor, mode: QuantizeMode) -> QuantizedMatrix:
-    """Quantize a matrix. Raises ValueError if its columns are not a multiple of two."""
+    """Quantize a matrix. Raises ModelUnsupported if its columns are not a multiple of two."""
     rows, columns = matrix.shape
     block = math.gcd(columns, MAX_BLOCK)
     if block < 2:
-        raise ValueError(f"blocks need at least two columns, but the matrix has {columns}")
+        raise ModelUnsupported(f"blocks need at least two columns, but the matrix has {columns}")
     values = matrix.detach().float().view(rows, -1, block)
     num_steps = 127 if mode == "8bit" else 1
     scales = (values.abs().amax(-1) / num_steps).to(matrix.dtype)
