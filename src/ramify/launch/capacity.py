@@ -162,7 +162,7 @@ def plan_sizes(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool =
 def _find_sizes(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> tuple[SizeOption, bool]:
     """Return the fastest sizes that fit, and True; if none fit, the smallest sizes and False.
 
-    Moments are float32, unless the run fits only with 8 bits, or is much slower without.
+    Moments are float32, unless the run fits only with 8 bits, or is more than 1.5 times slower with float32.
     """
     chosen, smallest = None, SizeOption({})
     for moments in _list_moments(config, nodes):

@@ -1,9 +1,8 @@
 """LoRA: a low-rank adapter beside each linear map of the layers, while the map itself stays fixed.
 
 `LoraLinear` takes the place of a linear map and has its weight under the same name, so layers, head, tree attention and
-sharding see the model they know. Names of the adapters' matrices are peft's. The product of the adapter is added to the
-product of the weight in place: a sum of two results would read and write each of them once more. The operators are
-opaque to the compiler, which would make that sum of it again.
+sharding see the model they know. Names of the adapters' matrices are peft's. The adapter's product is added in
+place to save memory traffic; a custom operator keeps the compiler from splitting it again.
 """
 
 import math
@@ -177,7 +176,7 @@ def add_engine_adapters(
 ) -> None:
     """Add adapters of a running policy to an engine's model, in its dtype; until they are loaded they change nothing.
 
-    If the trainer's matrices are quantized, they are rounded to the same numbers here, and keep all bits.
+    If the trainer's matrices are quantized, they are rounded to the same numbers here, and stay in the engine's dtype.
     """
     add_adapters(model, rank, alpha, target_modules)
     for module in model.modules():

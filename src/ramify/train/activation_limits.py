@@ -90,7 +90,10 @@ class LimitedActivations:
             self.on_lowered(former, self.limits, self._reason)
 
     def limit_packs(self, batch: Batch) -> Batch:
-        """Return the batch in packs within the limits; several ranks have registered with theirs and get such packs."""
+        """Return the batch in packs within the limits.
+
+        With several ranks, the orchestrator already packs by these limits.
+        """
         if self.num_ranks > 1 or self.limits.pack_tokens >= self.planned.pack_tokens:
             return batch
         return repack([batch], PackSpec(self.policy.layout, self.limits.pack_tokens))

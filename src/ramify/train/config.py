@@ -94,7 +94,7 @@ class TrainedModelConfig(ModelConfig):
 
     quantize: Literal["8bit", "4bit"] | None = None
     """With LoRA: store the fixed matrices of the layers in 8 or 4 bits, with one scale for 64 weights. A matrix is
-    dequantized just before each product. None: all bits."""
+    dequantized just before each product. None: not quantized."""
 
 
 class LoraConfig(Config):

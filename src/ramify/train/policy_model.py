@@ -275,7 +275,7 @@ def compile_layers(policy: PolicyModel) -> None:
 def _disable_dropout(model: nn.Module) -> None:
     """Disable dropout and router noise, because the policy must match the one that sampled.
 
-    Modules that can be recomputed keep `training = True`, since they are not otherwise.
+    Modules that can be recomputed keep `training = True`, because transformers recomputes only layers in training mode.
     """
     for module in model.modules():
         module.training = hasattr(module, "gradient_checkpointing")

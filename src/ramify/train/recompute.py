@@ -1,6 +1,7 @@
 """Layers whose activations the backward pass recomputes, instead of keeping them.
 
-Layers of transformers call a function of ours if their flag is set. The layer may be compiled: its code runs twice.
+Layers of transformers call `_run_recomputed` if their flag is set. The layer may be compiled: the compiled code is
+reused.
 """
 
 from collections.abc import Callable, Iterator
