@@ -13,7 +13,7 @@ from ramify.model.pack_layout import PackLayout
 from ramify.run.fencing.token import FencingToken
 from ramify.trace import build_forest
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, load_loss, pack_forests
-from ramify.train.activation_limits import ActivationLimits, LimitedActivations, read_limits, write_limits
+from ramify.train.activation_limits import ActivationBudget, ActivationLimits, read_limits, write_limits
 from ramify.train.build import get_pack_spec
 from ramify.train.policy_model import PolicyModel, PolicyOutput, get_attention_name
 from ramify.train.token_stats import TokenStatsWriter, read_token_stats
@@ -140,7 +140,7 @@ def build_small_trainer(room: int, *, num_allocations: int = 0, shape: str = "ll
     policy = SmallDevicePolicy(build_model(config, get_attention_name(layout)), layout, load_loss("dppo"))
     policy.room, policy.num_allocations = room, num_allocations
     options = {"on_lowered": Lowerings(), **options}
-    activations = LimitedActivations(policy, ActivationLimits(PACK_TOKENS, 0), **options)
+    activations = ActivationBudget(policy, ActivationLimits(PACK_TOKENS, 0), **options)
     return Trainer(policy, TrainerConfig(pack_tokens=PACK_TOKENS, optim=OPTIM), activations=activations)
 
 

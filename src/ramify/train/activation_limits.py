@@ -56,7 +56,7 @@ class ActivationLimits(msgspec.Struct, frozen=True):
 LimitsObserver = Callable[[ActivationLimits, ActivationLimits, str], None]
 
 
-class LimitedActivations:
+class ActivationBudget:
     """The activations of a policy within limits, which are lowered if its device has no room.
 
     The trainer's batches are packed for `planned`. `on_lowered` is called with the former limits, the new ones, and

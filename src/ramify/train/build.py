@@ -18,7 +18,7 @@ from ramify.model.quantization import QuantizeMode
 from ramify.model.tree_attention import describe_tree_attention
 from ramify.processes.training_lock import RESERVED_MEMORY_VARIABLE
 from ramify.run.store.image_store import ImageStore
-from ramify.train.activation_limits import ActivationLimits, LimitedActivations, read_limits, write_limits
+from ramify.train.activation_limits import ActivationBudget, ActivationLimits, read_limits, write_limits
 from ramify.train.batch import PackSpec
 from ramify.train.checkpoint_manifest import find_saved_moments
 from ramify.train.config import TrainerConfig
@@ -114,7 +114,7 @@ def build_trainer(
         num_ranks=ranks.world_size,
         load_image=build_image_loader(model_path, media) if policy.tower is not None else None,
         token_stats=token_stats,
-        activations=LimitedActivations(
+        activations=ActivationBudget(
             policy,
             planned,
             limits=limits,

@@ -19,7 +19,7 @@ from ramify.core.errors import DeadlineExceeded, ModelUnsupported
 from ramify.model.device_copy import get_device_peaks
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest
-from ramify.train.activation_limits import ActivationLimits, LimitedActivations, describe_shortage
+from ramify.train.activation_limits import ActivationBudget, ActivationLimits, describe_shortage
 from ramify.train.batch import Batch, count_unique_tokens
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import gather_full_tensor
@@ -54,12 +54,12 @@ class Trainer:
         num_ranks: int = 1,
         load_image: LoadImage | None = None,
         token_stats: TokenStatsWriter | None = None,
-        activations: LimitedActivations | None = None,
+        activations: ActivationBudget | None = None,
     ) -> None:
         self.policy, self.config, self.merge_sums = policy, config, merge_sums
         self.load_image, self.token_stats = load_image, token_stats
         self.before_update: Callable[[], None] = lambda: None
-        self.activations = activations or LimitedActivations(policy, ActivationLimits.from_config(config))
+        self.activations = activations or ActivationBudget(policy, ActivationLimits.from_config(config))
         self.master_weights = MasterWeights(policy, dtype)
         self.optimizer = OptimizersContainer(self.master_weights, config.optim, total_steps)
         self.device = next(policy.parameters()).device
@@ -90,7 +90,7 @@ class Trainer:
         """Run forward and backward over the packs, leaving their summed gradients with the master weights.
 
         If the device has no room, all of it runs again with less (`activation_limits`). Raises what
-        `LimitedActivations.lower` raises.
+        `ActivationBudget.lower` raises.
         """
         with self.activations.report_lowered():
             while True:
