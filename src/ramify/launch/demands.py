@@ -22,7 +22,7 @@ from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode
 from ramify.launch.machine import GIB, Device, uses_gpu
 from ramify.launch.memory import (
     PROCESS_BASE_BYTES,
-    count_host_copy_bytes,
+    count_copy_bytes,
     estimate_engine,
     estimate_trainer,
     get_max_versions,
@@ -293,7 +293,7 @@ class _DemandBuilder:
         placement, division = self.config.cluster.trainer, self.division
         size, gpus, num_ranks = division.find_size(self.config.model.name), division.gpus_per_rank, division.num_ranks
         estimate = size and estimate_trainer(self.config, size, gpu=bool(gpus), num_ranks=num_ranks)
-        host_bytes = count_host_copy_bytes(self.config, size, gpu=True) if size and gpus else 0
+        host_bytes = count_copy_bytes(self.config, size, gpu=True) if size and gpus else 0
         if size and self.config.weights.is_in_memory:
             weight_bytes = count_weight_bytes(self.config.trainer, size, gpu=bool(gpus))
             host_bytes += get_max_versions(self.config) * weight_bytes // num_ranks

@@ -69,13 +69,13 @@ def estimate_engine(
 
 def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_ranks: int) -> MemoryUse:
     """Estimate the memory of one rank. Engines copy its own weights; those with merged adapters are kept apart."""
-    copy_bytes = count_host_copy_bytes(config, model, gpu=gpu) if config.trainer.lora.enabled or not gpu else 0
+    copy_bytes = count_copy_bytes(config, model, gpu=gpu) if config.trainer.lora.enabled or not gpu else 0
     return estimate_rank(
         config.trainer, model, gpu=gpu, num_ranks=num_ranks, copy_bytes=copy_bytes, quantize=config.model.quantize
     )
 
 
-def count_host_copy_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
+def count_copy_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
     """Return the bytes of the copy from which the directories of shared weights are written; 0 if none are shared."""
     return count_weight_bytes(config.trainer, model, gpu=gpu) if config.weights.shares_memory else 0
 
