@@ -103,7 +103,7 @@ def test_the_fastest_sizes_that_fit_are_chosen_and_explained():
     ):
         assert any(line.startswith(f"{key} = ") for line in lines), key
     header = next(line for line in lines if "headroom" in line)
-    assert "weights  moments  gradients  activations  keys and values  working  headroom  total" in header
+    assert "weights  moments  gradients  activations  keys and values  workspace  headroom  total" in header
     cells = [float(cell) for cell in lines[lines.index(header) + 1].split()[2:]]
     assert sum(cells[:-1]) == pytest.approx(cells[-1], abs=0.3)
     assert cells[-1] == 140 and cells[-2] >= 0.05 * 140 - 0.1
@@ -161,7 +161,7 @@ def test_parts_of_a_plan_fit_the_gpu_and_what_the_user_set_is_kept(model, gib, n
     uses = placement.list_gpu_use()
     assert uses
     for _, use, memory in uses:
-        assert use.needed <= memory + 8 and min(dataclasses.astuple(use)) >= 0
+        assert use.with_headroom <= memory + 8 and min(dataclasses.astuple(use)) >= 0
     assert sum(use.kv_cache for _, use, _ in uses) > 0
 
 

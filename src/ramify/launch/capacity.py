@@ -285,7 +285,7 @@ def find_long_path_warning(config: RunConfig, placement: RunPlacement) -> str | 
         return None
     long_packs = _with_value(config, ["trainer", "pack_tokens"], config.seq_len)
     use = estimate_trainer(long_packs, model, gpu=demand.gpus > 0, num_ranks=demand.num_ranks)
-    larger = dataclasses.replace(demand, memory_use=use, memory=demand.memory if demand.gpus else use.needed)
+    larger = dataclasses.replace(demand, memory_use=use, memory=demand.memory if demand.gpus else use.with_headroom)
     demands = tuple(larger if other is demand else other for other in placement.demands)
     shortages = _list_shortages(dataclasses.replace(placement, demands=demands))
     if not shortages:

@@ -242,9 +242,9 @@ class GpuDivision:
         room, sizes = self.gpu_memory, dict[int, int]()
         if self.is_shared and not isinstance(inference := self.config.inference, ExternalServersConfig):
             engine = self.estimate_engine(inference, self.config.model.name)
-            room -= engine.needed if engine is not None else 0
+            room -= engine.with_headroom if engine is not None else 0
         for num_ranks in range(1, limit + 1):
-            sizes[num_ranks] = estimate_trainer(self.config, size, gpu=True, num_ranks=num_ranks).needed
+            sizes[num_ranks] = estimate_trainer(self.config, size, gpu=True, num_ranks=num_ranks).with_headroom
             if sizes[num_ranks] <= room:
                 break
         fewest = max(sizes)
@@ -350,14 +350,14 @@ class _DemandBuilder:
         group: str = "",
     ) -> ProcessDemand:
         """Build a demand of a process that computes on its GPUs, with an `estimate` for each, or in memory."""
-        estimate = estimate or MemoryUse(working=TORCH_BASE_BYTES)
+        estimate = estimate or MemoryUse(workspace=TORCH_BASE_BYTES)
         return ProcessDemand(
             name,
             role,
             cores=placement.cores or self._derive_cores(placement, gpus),
             gpus=gpus,
-            memory=TORCH_BASE_BYTES if gpus else estimate.needed,
-            gpu_memory=estimate.needed if gpus else 0,
+            memory=TORCH_BASE_BYTES if gpus else estimate.with_headroom,
+            gpu_memory=estimate.with_headroom if gpus else 0,
             memory_use=estimate,
             gpu_group=group,
             allowed_nodes=tuple(placement.nodes),

@@ -54,7 +54,7 @@ def estimate_engine(
     if isinstance(inference, VLLMConfig):
         vllm_bytes = int(inference.gpu_memory_utilization * device_memory * MAX_MEMORY_FRACTION) if gpu else 0
         kv_bytes = max(max_len * token_bytes, vllm_bytes - weight_bytes - TORCH_BASE_BYTES)
-        return MemoryUse(weights=weight_bytes, kv_cache=kv_bytes, working=TORCH_BASE_BYTES)
+        return MemoryUse(weights=weight_bytes, kv_cache=kv_bytes, workspace=TORCH_BASE_BYTES)
     limits = inference.get_limits(gpu=gpu)
     state_bytes = (limits.max_running_requests + limits.num_state_snapshots) * model.state_elements * STATE_BYTES
     cache_limit = int(limits.kv_memory_fraction * device_memory) - state_bytes
@@ -64,7 +64,9 @@ def estimate_engine(
     row_elements = 3 * model.hidden_size + 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
     buffer_bytes = limits.max_num_batched_tokens * row_elements * element_bytes if gpu else 0
     buffer_bytes += 3 * limits.max_running_requests * model.vocab_size * STATE_BYTES if gpu else 0  # logits
-    return MemoryUse(weights=weight_bytes, kv_cache=state_bytes + cache_bytes, working=TORCH_BASE_BYTES + buffer_bytes)
+    return MemoryUse(
+        weights=weight_bytes, kv_cache=state_bytes + cache_bytes, workspace=TORCH_BASE_BYTES + buffer_bytes
+    )
 
 
 def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_ranks: int) -> MemoryUse:

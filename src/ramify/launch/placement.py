@@ -303,7 +303,9 @@ class RunPlacement:
 
     def list_memory(self) -> list[tuple[str, int, int | None]]:
         """Return the bytes that are needed and that there are of each GPU in use, and of each node."""
-        rows: list[tuple[str, int, int | None]] = [(name, use.needed, size) for name, use, size in self.list_gpu_use()]
+        rows: list[tuple[str, int, int | None]] = [
+            (name, use.with_headroom, size) for name, use, size in self.list_gpu_use()
+        ]
         for node in self.nodes:
             where = "this machine" if node.allows_sharing else node.name
             needed = sum(d.memory for d in self.demands for place in self.places[d.name] if place.node == node.name)

@@ -61,7 +61,7 @@ ATTEMPT_SHUTDOWN_TIMEOUT = 2.0  # seconds that attempts in flight get when the r
 ENGINE_LEASE_FACTOR = 2  # engines take minutes to start, so they are replaced later than other processes
 SECRET_BYTES = 32
 STDOUT = Path("/dev/stdout")
-MEMORY_COLUMNS = ("weights", "moments", "gradients", "activations", "keys and values", "working", "headroom", "total")
+MEMORY_COLUMNS = ("weights", "moments", "gradients", "activations", "keys and values", "workspace", "headroom", "total")
 
 SourceT = TypeVar("SourceT", bound=ServedSourceConfig)
 

@@ -192,7 +192,7 @@ def choose_moments(model_path: Path, config: TrainerConfig, ranks: Ranks, saved:
         return MomentsChoice("float32", "the size of the model is unknown")
     if config.recompute_layers == "auto":  # a trial raises the number if that is needed
         config = config.model_copy(update={"recompute_layers": model.num_layers})
-    needed = estimate_rank(config, model, gpu=True).needed
+    needed = estimate_rank(config, model, gpu=True).with_headroom
     available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     sizes = f"training takes about {needed / 2**30:.1f} GiB with float32, {available / 2**30:.1f} GiB are available"
     return MomentsChoice("float32" if needed <= available else "8bit", sizes)

@@ -39,7 +39,7 @@ class MemoryUse:
     gradients: int = 0
     activations: int = 0
     kv_cache: int = 0  # keys and values, and the states of recurrent layers
-    working: int = 0  # the CUDA context, logits, and buffers of kernels
+    workspace: int = 0  # the CUDA context, logits, and buffers of kernels
 
     @property
     def total(self) -> int:
@@ -47,7 +47,7 @@ class MemoryUse:
         return sum(getattr(self, part.name) for part in fields(self))
 
     @property
-    def needed(self) -> int:
+    def with_headroom(self) -> int:
         """How much of a device is needed, with the part that stays free."""
         return math.ceil(self.total / MAX_MEMORY_FRACTION)
 
@@ -185,7 +185,7 @@ def estimate_rank(
         moments=count_moment_bytes(trainer, model) // num_ranks,
         gradients=int(num_trained * GRADIENT_BYTES) // num_ranks,
         activations=num_tokens * saved_elements * element_bytes,
-        working=TORCH_BASE_BYTES + max(head_bytes, recomputed_bytes),
+        workspace=TORCH_BASE_BYTES + max(head_bytes, recomputed_bytes),
     )
 
 
