@@ -13,9 +13,11 @@ from ramify.cli import main
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.capacity import check_allocation, find_long_path_warning, place_run, plan_sizes
 from ramify.launch.demands import list_planned_nodes
+from ramify.launch.memory import count_version_bytes
 from ramify.launch.plan import format_plan, plan_run
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CheckpointManifest
+from ramify.train.memory import ModelSize
 from tests.support.plans import build_machine
 from tests.support.ray import StubRay
 
@@ -167,9 +169,10 @@ def test_parts_of_a_plan_fit_the_gpu_and_what_the_user_set_is_kept(model, gib, n
 
 def test_copies_of_shared_weights_are_counted():
     for num_gpus, element_bytes, lora in ((0, 4, False), (1, 2, False), (1, 2, True)):
+        trainer, adapters = {"lora": {"enabled": lora}}, {"adapters": "merged"} if lora else {}
         disk, ipc = (
             place_run(
-                build_run("org/Some-1B", weights={"transport": transport}, trainer={"lora": {"enabled": lora}}),
+                build_run("org/Some-1B", weights={"transport": transport, **adapters}, trainer=trainer),
                 [build_machine(num_gpus, memory_gib=256)],
             )
             for transport in ("disk", "ipc")
@@ -324,3 +327,12 @@ def test_a_dry_run_says_what_other_jobs_use(run_file, capsys, monkeypatch):
     usage = "other Ray jobs use 0 GPUs and 3 cores, and 0 GPUs and 5 cores are free"
     origin = "nodes of the Ray cluster at 'auto', planned as if they were free"
     assert capsys.readouterr().out.splitlines()[2] == f"{origin}: {usage}"
+
+
+def test_versions_of_unmerged_adapters_are_small():
+    model = ModelSize.from_name("org/Some-4B")
+    assert model is not None
+    lora = {"train": [TRAIN], "trainer": {"lora": {"rank": 8}}}
+    runs = [RunConfig.model_validate({**lora, "weights": {"adapters": key}}) for key in ("merged", "unmerged")]
+    merged, unmerged = (count_version_bytes(run, model, gpu=True) for run in runs)
+    assert merged == 8 * 10**9 and 10**7 < unmerged < merged // 100

@@ -23,6 +23,7 @@ from ramify.launch.machine import GIB, Device, uses_gpu
 from ramify.launch.memory import (
     PROCESS_BASE_BYTES,
     count_copy_bytes,
+    count_version_bytes,
     estimate_engine,
     estimate_trainer,
     get_max_versions,
@@ -32,7 +33,7 @@ from ramify.model.image_support import find_rank_problem, is_vision_model
 from ramify.orchestrate.address_book import MODEL_PREFIX
 from ramify.orchestrate.cluster_config import PlacementConfig
 from ramify.orchestrate.run_config import RunConfig
-from ramify.train.memory import TORCH_BASE_BYTES, MemoryUse, ModelSize, count_weight_bytes
+from ramify.train.memory import TORCH_BASE_BYTES, MemoryUse, ModelSize
 
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 ENGINE_PREFIX, ENV_PREFIX = "inference/", "env/"
@@ -295,7 +296,7 @@ class _DemandBuilder:
         estimate = size and estimate_trainer(self.config, size, gpu=bool(gpus), num_ranks=num_ranks)
         host_bytes = count_copy_bytes(self.config, size, gpu=True) if size and gpus else 0
         if size and self.config.weights.is_in_memory:
-            weight_bytes = count_weight_bytes(self.config.trainer, size, gpu=bool(gpus))
+            weight_bytes = count_version_bytes(self.config, size, gpu=bool(gpus))
             host_bytes += get_max_versions(self.config) * weight_bytes // num_ranks
         group = TRAINER_GROUP if division.is_shared else ""
         demand = self._build_demand(TRAINER, "cluster.trainer", placement, gpus, estimate, group=group)

@@ -20,6 +20,7 @@ from ramify.core.watchdog import watch_storage
 from ramify.infer.config import EngineConfig, VLLMConfig
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import GIB, uses_gpu
+from ramify.launch.process_configs import publishes_adapters
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
 from ramify.train.memory import (
@@ -30,7 +31,6 @@ from ramify.train.memory import (
     ModelSize,
     count_moment_bytes,
     count_trained,
-    count_weight_bytes,
     estimate_rank,
     get_element_bytes,
 )
@@ -79,7 +79,13 @@ def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_rank
 
 def count_copy_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
     """Return the bytes of the copy from which the directories of shared weights are written; 0 if none are shared."""
-    return count_weight_bytes(config.trainer, model, gpu=gpu) if config.weights.shares_memory else 0
+    return count_version_bytes(config, model, gpu=gpu) if config.weights.shares_memory else 0
+
+
+def count_version_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
+    """Return the bytes of one published version of the weights."""
+    num_weights = count_trained(config.trainer, model) if publishes_adapters(config) else model.num_parameters
+    return int(num_weights * get_element_bytes(config.trainer.dtype, gpu))
 
 
 MAX_VERSIONS = 4  # of weights on the disk: served, loaded, waiting, and being written
@@ -152,7 +158,7 @@ def estimate_disk(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: boo
     return DiskEstimate(
         directory,
         checkpoint=max(1, int(count_trained(trainer, model) * MASTER_BYTES) + count_moment_bytes(trainer, model)),
-        weights=num_versions * count_weight_bytes(config.trainer, model, gpu=gpu),
+        weights=num_versions * count_version_bytes(config, model, gpu=gpu),
         num_saves=math.ceil(config.max_steps / config.checkpoint.interval),
         keep_last=config.checkpoint.keep_last,
         available=available,

@@ -17,12 +17,12 @@ from ramify.infer.config import EngineConfig
 from ramify.launch.capacity import fits
 from ramify.launch.demands import ENGINE_PREFIX, TRAINER
 from ramify.launch.head import read_local_state
-from ramify.launch.memory import count_file_bytes, format_size, get_max_versions
+from ramify.launch.memory import count_file_bytes, count_version_bytes, format_size, get_max_versions
 from ramify.launch.placement import RunPlacement
 from ramify.model.weights_manifest import MANIFEST_FILE, Manifest
 from ramify.orchestrate.run_config import RunConfig
 from ramify.run.store import storage_call
-from ramify.train.memory import ModelSize, count_weight_bytes
+from ramify.train.memory import ModelSize
 from ramify.train.weights_directory import SHM_ROOT, get_weights_directory, lock_directory, remove_stale_directories
 
 
@@ -74,7 +74,7 @@ def _has_room_in_memory(config: RunConfig, placement: RunPlacement) -> bool:
 
 
 def _count_bytes(config: RunConfig, placement: RunPlacement, model: ModelSize) -> int:
-    return count_weight_bytes(config.trainer, model, gpu=placement.get_demand(TRAINER).gpus > 0)
+    return count_version_bytes(config, model, gpu=placement.get_demand(TRAINER).gpus > 0)
 
 
 def describe_weights(config: RunConfig, placement: RunPlacement, model: ModelSize) -> str:

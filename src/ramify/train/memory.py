@@ -203,11 +203,6 @@ def count_moment_bytes(trainer: TrainerConfig, model: ModelSize) -> int:
     return int(num_outer * MOMENT_BYTES + (count_trained(trainer, model) - num_outer) * inner_bytes)
 
 
-def count_weight_bytes(trainer: TrainerConfig, model: ModelSize, *, gpu: bool) -> int:
-    """Return the bytes of one published version of the weights."""
-    return model.num_parameters * get_element_bytes(trainer.dtype, gpu)
-
-
 def get_element_bytes(dtype: str, gpu: bool) -> int:
     """Return the bytes of one weight of a process with the setting `dtype`; `auto` is float32 on a CPU."""
     return 4 if dtype == "float32" or (dtype == "auto" and not gpu) else 2
