@@ -178,7 +178,7 @@ def _find_sizes(config: RunConfig, nodes: Sequence[ClusterNode], find_size: Find
 
 
 def _list_moments(config: RunConfig, nodes: Sequence[ClusterNode]) -> list[str | None]:
-    """Return the formats of AdamW's moments to choose from, the preferred one first; [None] if there is no choice."""
+    """Return the formats of AdamW's moments to choose from, preferred first; [None] if the format is fixed."""
     optim, num_ranks = config.trainer.optim, config.launch.trainer_gpus or config.cluster.trainer.num_ranks or 1
     on_gpu = uses_gpu(config.trainer.device, sum(node.num_gpus for node in nodes))
     if optim.moments != "auto" or optim.type != "adamw" or not on_gpu:

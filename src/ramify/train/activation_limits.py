@@ -114,7 +114,7 @@ class ActivationBudget:
         is_smaller = lowered is not None and lowered.recompute_layers > former.recompute_layers
         if not is_smaller and max(map(len, self.limit_packs(batch).packs)) >= longest:
             self.set_limits(former)
-            problem = f"there is no room for a pack of {longest} tokens with all layers recomputed: {reason}"
+            problem = f"the GPU has no room for a pack of {longest} tokens, even with all layers recomputed: {reason}"
             raise GpuMemoryFull(f"{problem}; {MEMORY_ADVICE}")
 
 

@@ -31,7 +31,7 @@ def recompute_layers(model: Any, count: int) -> None:
 
 
 def _run_recomputed(layer: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer without keeping its activations. There is no dropout, so no random state is kept either."""
+    """Run a layer without keeping its activations. Dropout is disabled, so random state need not be restored."""
     contexts: Any = {"context_fn": lambda: (nullcontext(), _recompute_context())}
     return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
 

@@ -1,7 +1,7 @@
 """A trial before the first batch: is there room for the largest step?
 
 A trainer that shares its GPU, or whose memory was estimated wrongly, would fail in the middle of a run. The trial takes
-the memory of the largest step, through the same code, and lowers the limits of the trainer if there is no room. The
+the memory of the largest step, through the same code, and lowers the trainer's limits if it does not fit. The
 layers are compiled here instead of in the first step.
 """
 
@@ -24,7 +24,7 @@ def run_trial(trainer: Trainer) -> None:
 
     Afterwards weights, optimizer and random state are as before. Muon's momentum and images are left out.
 
-    Raises what `Trainer.forward_backward` raises, and GpuMemoryFull if there is no room for the moments.
+    Raises what `Trainer.forward_backward` raises, and GpuMemoryFull if the moments do not fit.
     """
     device, pack = trainer.device, _build_pack(trainer.activations.limits.pack_tokens, trainer.policy.vocab_size)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
