@@ -21,6 +21,7 @@ from ramify.env import Task
 from ramify.env.runtime import Capability
 from ramify.rollout.runtime import ContainerRuntime, ContainerRuntimeConfig, container_engine
 from ramify.rollout.runtime.container_engine import ContainerEngine
+from ramify.rollout.runtime.container_socket import open_listener
 from tests.rollout.runtime.conftest import RUNTIMES, open_runtime, run_with_runtime, skip_unless_available
 from tests.support.processes import async_wait_until
 
@@ -239,6 +240,16 @@ async def test_command_of_the_engine_ends_although_its_descendants_hold_its_outp
         os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.process
+async def test_network_of_the_machine_is_not_entered_as_a_containers():
+    arguments = psutil.Process().cmdline()
+    with pytest.raises(PermissionError, match="the container has the network of this machine"):
+        await open_listener(os.getpid(), arguments[0])
+    with pytest.raises(ProcessLookupError, match="not the container's first process"):
+        await open_listener(os.getpid(), "ramify-1-2-3")
+
+
+@pytest.mark.process
 async def test_network_and_processes_of_the_machine_are_unreachable(needs_engine):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
@@ -258,6 +269,7 @@ print(len([name for name in os.listdir("/proc") if name.isdigit()]))
             server.accept()
 
 
+@pytest.mark.process
 async def test_only_ordinary_sockets_can_be_opened(needs_engine):
     script = """
 import ctypes, os, socket
@@ -273,6 +285,7 @@ print("io_uring", libc.syscall(425, 8, ctypes.create_string_buffer(120)))
     assert (await run_in_container(["python3", "-c", script])).text.split() == ["1", "2", "10", "io_uring", "-1"]
 
 
+@pytest.mark.process
 async def test_secrets_of_the_worker_are_not_passed_on(needs_engine, monkeypatch):
     for name in ("SECRET_API_KEY", "http_proxy", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "sk-the-secret")
@@ -280,6 +293,7 @@ async def test_secrets_of_the_worker_are_not_passed_on(needs_engine, monkeypatch
     assert b"the-secret" not in result.stdout and b"PATH=" in result.stdout
 
 
+@pytest.mark.process
 async def test_values_of_variables_are_exact_and_not_in_the_arguments_of_the_engine(needs_engine):
     async with open_runtime("container") as runtime:
         value = "a\nb 'c' \"$HOME\" `id` é"
@@ -290,6 +304,7 @@ async def test_values_of_variables_are_exact_and_not_in_the_arguments_of_the_eng
         assert (await runtime.run("true", env={"not a name": "x"}, timeout=10)).returncode == 126
 
 
+@pytest.mark.process
 async def test_input_that_a_program_does_not_read_costs_no_output(needs_engine):
     async with open_runtime("container") as runtime:
         for _ in range(3):
@@ -297,6 +312,7 @@ async def test_input_that_a_program_does_not_read_costs_no_output(needs_engine):
             assert (result.returncode, result.stdout) == (0, b"seen\n")
 
 
+@pytest.mark.process
 async def test_fork_bomb_and_allocation_are_contained(needs_engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -312,6 +328,7 @@ async def test_fork_bomb_and_allocation_are_contained(needs_engine, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 async def test_agent_that_ends_its_container_is_blamed_for_it(needs_engine):
     async with open_runtime("container") as runtime:
         with pytest.raises(AgentFailed, match="the container has ended"):
@@ -319,6 +336,7 @@ async def test_agent_that_ends_its_container_is_blamed_for_it(needs_engine):
                 await runtime.run("kill -TERM 1; sleep 1", timeout=10)
 
 
+@pytest.mark.process
 async def test_work_directory_of_the_image_and_its_user(needs_engine):
     async with open_runtime("container", Task(workdir="/etc"), user="1000") as runtime:
         assert str(runtime.workdir) == "/etc"
@@ -328,6 +346,7 @@ async def test_work_directory_of_the_image_and_its_user(needs_engine):
             await runtime.write("passwd", "x")
 
 
+@pytest.mark.process
 async def test_prepared_container_is_taken_only_for_the_same_limits(needs_engine):
     async with asyncio.timeout(60):
         runtime_class, make_config = RUNTIMES["container"]
@@ -342,6 +361,7 @@ async def test_prepared_container_is_taken_only_for_the_same_limits(needs_engine
         await runtime.stop()
 
 
+@pytest.mark.process
 async def test_container_of_a_killed_worker_is_cleaned_and_no_other(needs_engine):
     config = RUNTIMES["container"][1]()
     script = f"""
@@ -372,6 +392,7 @@ asyncio.run(main())
         worker.kill()
 
 
+@pytest.mark.process
 async def test_cancelled_start_leaves_no_container(needs_engine):
     async with asyncio.timeout(60):
         runtime_class, make_config = RUNTIMES["container"]

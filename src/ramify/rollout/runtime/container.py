@@ -37,8 +37,8 @@ from ramify.rollout.runtime.container_engine import (
     find_engine,
     find_leftover_containers,
     find_unsupported_reason,
-    open_listener,
 )
+from ramify.rollout.runtime.container_socket import open_listener
 from ramify.rollout.runtime.owner import get_machine_id, make_owner_name, remove_leftovers
 from ramify.rollout.runtime.port_forward import PortForward
 from ramify.rollout.runtime.shell_process import KillFunction, ShellProcess
