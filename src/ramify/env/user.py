@@ -62,6 +62,18 @@ class User:
         return Message(role="user", content=content)
 
 
+async def ask_user(user: User | None, context: RolloutContext, *, reply: str | None, turn: int) -> Message | None:
+    """Return the user's next message, or None to end the conversation.
+
+    Raises ConfigInvalid if the rollout has no user, who should have spoken first.
+    """
+    if user is None:
+        raise ConfigInvalid(
+            f"task {context.task.identity} has no prompt, and the `user` hook returned no user to speak first"
+        )
+    return await user.next_message(context, reply=reply, turn=turn)
+
+
 class ModelUser(User):
     """A user played by a model with `instructions`, until its reply contains `stop`.
 

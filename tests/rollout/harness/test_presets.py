@@ -53,6 +53,23 @@ async def test_the_program_gets_the_prompt_and_the_address_of_the_gateway(name, 
         assert "131072" in json.dumps(config)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("codex", ["resume", "--last"]),
+        ("claude-code", ["--continue"]),
+        ("opencode", ["--continue"]),
+        ("pi", ["--continue"]),
+    ],
+)
+def test_a_preset_continues_its_conversation_with_arguments_at_the_end(name, arguments):
+    class Talk(OneTask):
+        def user(self) -> None:
+            return None
+
+    assert load_env(Talk, harness={"id": name, "command": ["x"]}).harness.config.continue_args == arguments
+
+
 async def test_env_and_files_of_the_config_are_added_to_those_of_the_preset(tmp_path):
     seen, _ = await run_preset("codex", tmp_path, env={"MORE": "yes"}, files={"~/.codex/AGENTS.md": "Use tabs."})
     assert seen["env"]["MORE"] == "yes"

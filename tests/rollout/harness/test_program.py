@@ -244,15 +244,6 @@ def test_tools_of_the_taskset_are_refused_by_name():
         load_env(WithTools, harness={"id": "program", "command": ["agent"]})
 
 
-def test_a_user_of_the_taskset_is_refused():
-    class WithUser(OneTask):
-        def user(self) -> rf.User | None:
-            return None
-
-    with pytest.raises(ConfigInvalid, match="`user` hook"):
-        load_env(WithUser, harness={"id": "program", "command": ["agent"]})
-
-
 def test_a_task_that_is_not_one_text_is_refused():
     env = load_env(OneTask, harness={"id": "program", "command": ["agent"]})
     for task in (rf.Task(), rf.Task(prompt=({"role": "assistant", "content": "hi"},))):

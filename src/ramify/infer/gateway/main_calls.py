@@ -5,7 +5,8 @@ the connection. Hooks and tools may call the policy too. Training such calls on 
 unrelated to the task. So `harness.train = "main"` trains only the main conversations. A conversation is a call and all
 calls that continue it:
 
-1. Calls made outside the agent's time (by `setup`, `finalize` or a reward) are never main.
+1. Calls made outside the agent's time (by `setup`, `finalize`, a reward, or the simulated user of a program) are never
+   main.
 2. If the harness makes calls in this process, as the chat loop does, its conversations are main, and no others.
 3. Otherwise, if some calls offer tools, the conversations in which tools are offered are main. A sub-agent has tools,
    and so has an agent that goes on with a compacted history; a title or a probe has none.
@@ -40,7 +41,7 @@ class RecordedCall(Struct, frozen=True):
     is_remote: bool
     """Whether the call came over the endpoint."""
     by_agent: bool
-    """Whether the call was made while the agent ran, not by `setup`, `finalize` or a reward."""
+    """Whether the call was made while the agent ran, not by `setup`, `finalize`, a reward or a program's user."""
 
 
 def find_side_calls(calls: Sequence[RecordedCall], get_prompt_texts: Callable[[], Sequence[str]]) -> dict[int, str]:

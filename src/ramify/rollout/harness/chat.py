@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ramify.core.errors import ConfigInvalid, ContextOverflow, ImageInvalid, MalformedCall
 from ramify.env import Hook, RolloutContext, Task, TasksetHooks, ToolSet, User
+from ramify.env.user import ask_user
 from ramify.infer.dialects.model_call import SUMMARY_REQUEST, ModelReply, ModelRequest
 from ramify.infer.gateway.config import RolloutLimits
 from ramify.model.render import ParseProblemKind
@@ -251,13 +252,9 @@ class ChatLoop:
         return [Message("user", "\n".join(["error: a tool call could not be read; write it again.", *lines]))]
 
     async def _next_user_message(self, reply: str | None) -> Message | None:
-        if self._user is None:
-            raise ConfigInvalid(
-                f"task {self._context.task.identity} has no prompt, and the `user` hook returned no user to speak first"
-            )
         if reply is not None:
             self._num_replies_to_user += 1
-        return await self._user.next_message(self._context, reply=reply, turn=self._num_replies_to_user)
+        return await ask_user(self._user, self._context, reply=reply, turn=self._num_replies_to_user)
 
     def _collect_media(self, messages: Sequence[Message]) -> dict[str, Media]:
         """Return the images of tool results, which the trace stores."""

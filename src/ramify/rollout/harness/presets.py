@@ -57,8 +57,9 @@ class CodexHarnessConfig(ProgramHarnessConfig):
     """Configuration of the preset `codex`."""
 
     id: str = "codex"
-    command: list[str] = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-"]
+    command: list[str] = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     prompt: Literal["arg", "stdin", "file"] = "stdin"
+    continue_args: list[str] = ["resume", "--last"]
 
 
 class CodexHarness(ProgramHarness):
@@ -74,6 +75,7 @@ class ClaudeCodeHarnessConfig(ProgramHarnessConfig):
     id: str = "claude-code"
     command: list[str] = ["claude", "--print", "--permission-mode", "bypassPermissions"]
     prompt: Literal["arg", "stdin", "file"] = "stdin"
+    continue_args: list[str] = ["--continue"]
 
 
 class ClaudeCodeHarness(ProgramHarness):
@@ -96,6 +98,7 @@ class OpencodeHarnessConfig(ProgramHarnessConfig):
     id: str = "opencode"
     command: list[str] = ["opencode", "run"]
     prompt: Literal["arg", "stdin", "file"] = "stdin"
+    continue_args: list[str] = ["--continue"]
 
 
 class OpencodeHarness(ProgramHarness):
@@ -114,8 +117,9 @@ class PiHarnessConfig(ProgramHarnessConfig):
     """Configuration of the preset `pi`."""
 
     id: str = "pi"
-    command: list[str] = ["pi", "--print", "--offline", "--no-session", "--provider", "gateway", "--model", "policy"]
+    command: list[str] = ["pi", "--print", "--offline", "--provider", "gateway", "--model", "policy"]
     prompt: Literal["arg", "stdin", "file"] = "stdin"
+    continue_args: list[str] = ["--continue"]
 
 
 class PiHarness(ProgramHarness):

@@ -1,7 +1,8 @@
 """The program harness: any command-line agent works on the task, and calls the policy over HTTP.
 
 The program runs in the runtime and knows only the address, the key and the model name in its environment. The gateway
-records its calls, so the program needs no change to be trained. Presets (`ramify.rollout.harness.presets`) are
+records its calls, so the program needs no change to be trained. If the taskset has a simulated user, the program is run
+once for each message of the user, and continues its own conversation. Presets (`ramify.rollout.harness.presets`) are
 subclasses with the command line, the environment and the configuration files of a known program.
 """
 
@@ -19,7 +20,9 @@ from pydantic import Field, field_validator, model_validator
 from ramify.core.errors import AgentFailed, ConfigInvalid, EnvironmentFault, ProviderError, SandboxError
 from ramify.env import Hook, RolloutContext, Runtime, RuntimeProcess, Task, TasksetHooks, ToolSet, User
 from ramify.env.runtime import Capability, ExecResult, ResourceLimits
+from ramify.env.user import ask_user
 from ramify.infer.gateway.main_calls import find_side_calls
+from ramify.model.render.prompt_images import find_image_parts
 from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
 from ramify.rollout.harness.base import Harness, build_initial_messages, get_user_prompt_texts, join_prompt_text
 from ramify.rollout.harness.config import HarnessConfig
@@ -40,7 +43,9 @@ PLACEHOLDERS = (
     "context_length",
     "workdir",
     "home",
+    "turn",
 )
+TURN_PLACEHOLDERS = {"prompt", "turn"}  # whose values differ between the turns of a conversation
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 
 
@@ -48,8 +53,8 @@ class ProgramHarnessConfig(HarnessConfig):
     """Configuration of the program harness.
 
     The texts of `command`, `env` and `files` may contain placeholders: `{prompt}`, `{prompt_file}`,
-    `{openai_base_url}`, `{anthropic_base_url}`, `{api_key}`, `{model}`, `{context_length}`, `{workdir}` and `{home}`.
-    Other braces are kept.
+    `{openai_base_url}`, `{anthropic_base_url}`, `{api_key}`, `{model}`, `{context_length}`, `{workdir}`, `{home}` and
+    `{turn}`. Other braces are kept.
     """
 
     id: str = "program"
@@ -58,13 +63,16 @@ class ProgramHarnessConfig(HarnessConfig):
     prompt: Literal["arg", "stdin", "file"] = "arg"
     """How the program gets the task: as its last argument (or where `{prompt}` is), on its standard input, or in the
     file `{prompt_file}`."""
+    continue_args: list[str] = []
+    """Arguments that are added to the command from the second turn on, so that the program continues its conversation
+    with the message of a simulated user. A program without such an option gets the number of the turn as `{turn}`."""
     env: dict[str, str] = {}
     """Environment variables of the program."""
     pass_env: list[str] = []
     """Names of environment variables that the program gets from the worker process."""
     files: dict[str, str] = {}
     """Files that are written before the program starts: text by path. A path is relative to the work directory, or
-    begins with `~/`."""
+    begins with `~/`. A file with `{prompt}` or `{turn}` is written again at each turn."""
     copy_files: dict[str, str] = {}
     """Files of this machine that are copied into the runtime before the program starts: the path of the file by its
     path in the runtime, which is relative to the work directory or begins with `~/`."""
@@ -82,12 +90,17 @@ class ProgramHarnessConfig(HarnessConfig):
 
     @model_validator(mode="after")
     def _placeholders_match_prompt(self) -> "ProgramHarnessConfig":
-        used = find_placeholders([*self.command, *self.env.values(), *self.files.values()])
+        used = find_placeholders(self.texts)
         if self.prompt == "file" and "prompt_file" not in used:
             raise ValueError('prompt = "file" needs {prompt_file} in the command, such as ["agent", "{prompt_file}"]')
         if self.prompt != "file" and "prompt_file" in used:
             raise ValueError('{prompt_file} needs prompt = "file"')
         return self
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts that may contain placeholders."""
+        return [*self.command, *self.continue_args, *self.env.values(), *self.files.values()]
 
 
 def find_placeholders(texts: Iterable[str]) -> set[str]:
@@ -119,17 +132,19 @@ class ProgramHarness(Harness):
     program_files: ClassVar[Mapping[str, str]] = {}
 
     def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
-        """Raise ConfigInvalid for tools and users, which a program cannot use, and for what the program lacks."""
+        """Raise ConfigInvalid for tools, for users whom the program cannot answer, and for what the program lacks."""
         tools = [tool.name for tool in hooks.static_tools.tools] + (["the `tools` hook"] if hooks.tools else [])
         if tools:
             raise ConfigInvalid(
                 f"the harness {self.config.id!r} runs a program with tools of its own, which cannot use the tools of "
                 f"the taskset ({', '.join(tools)}): use the harness chat or rlm"
             )
-        if hooks.user is not None:
+        can_continue = self.config.continue_args or "turn" in find_placeholders(self.config.texts)
+        if hooks.user is not None and not can_continue:
             raise ConfigInvalid(
-                f"the harness {self.config.id!r} gives its program one prompt; it cannot use the `user` hook of the "
-                "taskset: use the harness chat"
+                f"the taskset has a `user` hook, and the harness {self.config.id!r} does not say how its program "
+                "continues a conversation: set harness.continue_args, put {turn} into its command, or use the harness "
+                "chat"
             )
         if missing := [name for name in self.config.pass_env if name not in os.environ]:
             raise ConfigInvalid(
@@ -147,7 +162,7 @@ class ProgramHarness(Harness):
 
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:
         """Raise ConfigInvalid if the task has no prompt that is a text."""
-        if task.prompt is None:
+        if task.prompt is None and hooks.user is None:
             raise ConfigInvalid(f"task {task.identity} has no prompt, which the harness {self.config.id!r} needs")
         messages, media = build_initial_messages(task)
         if media or any(message.role not in ("system", "developer", "user") for message in messages):
@@ -164,37 +179,68 @@ class ProgramHarness(Harness):
         user: User | None,
         stop_hooks: Sequence[Hook],
     ) -> str:
-        """Run the program until it exits or a stop hook ends it. `trace.info["program"]` has its result."""
-        assert context.runtime is not None and context.endpoint is not None
+        """Run the program, once for each message of the user, until one of them or a stop hook ends the rollout.
+
+        `trace.info["program"]` has the result of the last turn.
+        """
+        assert context.runtime is not None
+        prompt = join_prompt_text(context.task)
+        if context.task.prompt is None:
+            first_message = await _ask_user_for_text(user, context, session, reply=None, turn=0)
+            if first_message is None:
+                return "user"
+            prompt = f"{prompt}\n\n{first_message}" if prompt else first_message
+        values = await self._build_values(context.runtime, context, session)
+        turn = 0
+        while True:
+            turn, num_calls = turn + 1, session.num_turns
+            result = await self._run_turn({**values, "prompt": prompt, "turn": str(turn)}, context, session, stop_hooks)
+            if isinstance(result, str):
+                return result
+            stop = _find_stop_reason(result, session, context)
+            if user is None or result.returncode or session.num_turns == num_calls:
+                return stop
+            reply = _find_last_reply(session, context)
+            message = await _ask_user_for_text(user, context, session, reply=reply, turn=turn)
+            if message is None:
+                return "user"
+            if session.exhausted_limit is not None:
+                return session.exhausted_limit
+            prompt = message
+
+    async def _run_turn(
+        self, values: Mapping[str, str], context: RolloutContext, session: "RolloutSession", stop_hooks: Sequence[Hook]
+    ) -> ExecResult | str:
+        """Run the program once; return its result, or the name of the stop hook that ended it."""
+        assert context.runtime is not None
         with _signal_replies(session) as replied:
-            process = await self._start(context.runtime, context, session)
+            process = await self._start(context.runtime, values)
             try:
                 result = await _wait_or_stop(process, session, context, stop_hooks, replied)
             except BaseException:
                 with contextlib.suppress(AgentFailed, SandboxError):  # the reason why it is killed matters, not this
-                    self._record(context, await _kill(process), session)
+                    self._record(context, await _kill(process), session, values["turn"])
                 raise
-        if isinstance(result, str):
-            self._record(context, await _kill(process), session)
-            return result
-        self._record(context, result, session)
-        return _find_stop_reason(result, session, context)
+        self._record(context, await _kill(process) if isinstance(result, str) else result, session, values["turn"])
+        return result
 
-    async def _start(self, runtime: Runtime, context: RolloutContext, session: "RolloutSession") -> RuntimeProcess:
-        """Write the files and start the program. Raises EnvironmentFault if the runtime has no such program."""
+    async def _start(self, runtime: Runtime, values: Mapping[str, str]) -> RuntimeProcess:
+        """Write the files of a turn and start the program. Raises EnvironmentFault if the runtime cannot run it."""
         config = self.config
+        is_first = values["turn"] == "1"
         env_texts = {**self.program_env, **config.env}
         file_texts = {**self.program_files, **config.files}
-        texts = [*config.command, *env_texts.values(), *file_texts.values()]
-        values = await self._build_values(runtime, context, session, [*texts, *file_texts, *config.copy_files])
+        arguments = [*config.command, *(() if is_first else config.continue_args)]
+        has_prompt = "prompt" in find_placeholders([*arguments, *env_texts.values(), *file_texts.values()])
         if config.prompt == "file":
             file_texts[PROMPT_FILE] = "{prompt}"
         for path, text in file_texts.items():
-            await runtime.write(_expand_home(path, values), fill_placeholders(text, values))
-        for path, source in config.copy_files.items():
+            if is_first or find_placeholders([text]) & TURN_PLACEHOLDERS:
+                await runtime.write(_expand_home(path, values), fill_placeholders(text, values))
+        for path, source in config.copy_files.items() if is_first else ():
             await runtime.write(_expand_home(path, values), await asyncio.to_thread(Path(source).read_bytes))
-        command = [fill_placeholders(argument, values) for argument in config.command]
-        if config.prompt == "arg" and "prompt" not in find_placeholders(texts):
+        command = [fill_placeholders(argument, values) for argument in arguments]
+        if config.prompt == "arg" and not has_prompt:
             command.append(values["prompt"])
         env = {name: os.environ[name] for name in config.pass_env if name in os.environ}
         env |= _build_client_env(values)
@@ -209,15 +255,16 @@ class ProgramHarness(Harness):
             ) from error
 
     async def _build_values(
-        self, runtime: Runtime, context: RolloutContext, session: "RolloutSession", texts: Sequence[str]
+        self, runtime: Runtime, context: RolloutContext, session: "RolloutSession"
     ) -> dict[str, str]:
-        """Return the values of the placeholders. The home directory is looked up only if it is needed."""
+        """Return the values of the placeholders but `prompt` and `turn`. The home directory is looked up if needed."""
         assert context.endpoint is not None
         base_url = await runtime.expose(context.endpoint.base_url)
+        texts = [*self.config.texts, *self.program_env.values(), *self.program_files.values()]
+        texts += [*self.program_files, *self.config.files, *self.config.copy_files]
         needs_home = self.config.prompt == "file" or any("{home}" in text or text.startswith("~/") for text in texts)
         home = await _find_home(runtime) if needs_home else ""
         return {
-            "prompt": join_prompt_text(context.task),
             "prompt_file": PROMPT_FILE.replace("~", home),
             "openai_base_url": base_url,
             "anthropic_base_url": base_url.removesuffix("/v1"),  # its clients append /v1
@@ -228,9 +275,10 @@ class ProgramHarness(Harness):
             "home": home,
         }
 
-    def _record(self, context: RolloutContext, result: ExecResult, session: "RolloutSession") -> None:
-        """Store the result of the program for rewards and for whoever reads the trace."""
+    def _record(self, context: RolloutContext, result: ExecResult, session: "RolloutSession", turn: str) -> None:
+        """Store the result of a turn for rewards and for whoever reads the trace."""
         context.trace.info["program"] = {
+            "turn": int(turn),
             "reply": _find_last_reply(session, context),
             "exit_code": None if result.timed_out else result.returncode,  # None: it was killed
             "stdout": _shorten_output(result.stdout, self.config.max_output_chars),
@@ -310,6 +358,26 @@ async def _wait_or_stop(
         return await exited
     finally:
         exited.cancel()
+
+
+async def _ask_user_for_text(
+    user: User | None, context: RolloutContext, session: "RolloutSession", *, reply: str | None, turn: int
+) -> str | None:
+    """Return the text of the user's next message, or None to end the conversation.
+
+    Model calls that the user makes meanwhile are a hook's calls, not the agent's.
+    """
+    session.is_agent_running = False
+    try:
+        message = await ask_user(user, context, reply=reply, turn=turn)
+    finally:
+        session.is_agent_running = True
+    if message is not None and find_image_parts([message]):
+        raise EnvironmentFault(
+            f"task {context.task.identity}: the user's message has an image, and a program gets its messages as text: "
+            "use the harness `chat`"
+        )
+    return None if message is None else message.text
 
 
 async def _kill(process: RuntimeProcess) -> ExecResult:
