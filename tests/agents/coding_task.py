@@ -1,10 +1,11 @@
-"""A coding task of two steps: repair a function, run its check."""
+"""A coding task of two steps: repair a function, run its check. A reviewer may ask for two things more."""
 
 from collections.abc import Iterator
 
 import ramify as rf
 
 PROMPT = "The function add in calc.py is wrong. Repair it with one shell command, then run python3 check.py."
+REQUESTS = ("Run the check once more.", "Now say in one sentence what was wrong.")
 
 
 class CodingTask(rf.Taskset):
@@ -25,3 +26,20 @@ class CodingTask(rf.Taskset):
         """Whether the check passes."""
         result = await runtime.run(["python3", "check.py"], timeout=30)
         return float(result.text == "ok\n")
+
+
+class Reviewer(rf.User):
+    """Makes two requests after the first reply, and notes the replies it gets."""
+
+    def respond(self, reply: str, turn: int, trace: rf.Trace) -> str | None:
+        """Return the next request."""
+        trace.info["replies_to_user"] = [*trace.info.get("replies_to_user", []), reply]
+        return REQUESTS[turn - 1] if turn <= len(REQUESTS) else None
+
+
+class ReviewedTask(CodingTask):
+    """Repair `add` in calc.py, and do what a reviewer asks for."""
+
+    def user(self) -> rf.User:
+        """Return a reviewer."""
+        return Reviewer()

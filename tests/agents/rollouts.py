@@ -13,16 +13,23 @@ from ramify.infer.gateway import Gateway, TokenPolicy
 from ramify.model.render import load_renderer
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.trace import Trace
+from tests.agents.coding_task import CodingTask, ReviewedTask
+from tests.agents.scripts import TURN_REPLIES
 from tests.support.scripted_server import ScriptedServer, run_scripted_server
 
-TASKSET = "tests.agents.coding_task:CodingTask"
+SINGLE_TURN_PROGRAMS = ("mini-swe-agent",)  # it cannot continue a conversation
+
+
+def get_taskset(program: str) -> type[CodingTask]:
+    """Return the taskset for a program: with a reviewer, unless the program cannot continue a conversation."""
+    return CodingTask if program in SINGLE_TURN_PROGRAMS else ReviewedTask
 
 
 def build_source(program: str, programs: Path) -> dict[str, Any]:
     """Return the tables of a source that runs a program, installed beneath `programs`, in a sandbox."""
     path = [str(programs / "node_modules" / ".bin"), str(programs / "python" / "bin")]
     return {
-        "taskset": {"id": TASKSET},
+        "taskset": {"id": f"tests.agents.coding_task:{get_taskset(program).__name__}"},
         "harness": {"id": program, "timeout": 900},
         "runtime": {"id": "sandbox", "read_only": [str(programs)], "prepend_path": path},
         "sampling": {"temperature": 1.0, "max_tokens": 512},
@@ -49,8 +56,11 @@ async def run_rollout(source: dict[str, Any], url: str, model: Path) -> Trace:
         await env.close()
 
 
-def check_trace(trace: Trace, calls: Path) -> None:
-    """Check that the trace has every call of the server with its tokens, and one unbroken main conversation."""
+def check_trace(program: str, trace: Trace, calls: Path) -> None:
+    """Check that the trace has every call of the server with its tokens, and one unbroken main conversation.
+
+    The conversation has three turns, if a reviewer answers the program.
+    """
     assert not trace.errors, trace.errors
     assert "refusals" not in trace.info, trace.info["refusals"]
     assert not [name for name in trace.metrics if name.startswith("render/breaks")], trace.metrics
@@ -62,8 +72,12 @@ def check_trace(trace: Trace, calls: Path) -> None:
         assert path_ids.tolist() == call["prompt"] + call["tokens"]
         assert np.allclose(node.logprobs, call["logprobs"], atol=1e-6)
     trained = [node for node in nodes if node.is_trainable]
-    assert [len(node.message.tool_calls) for node in trained[:2]] == [2, 1]
-    assert len(trained) == 3
+    num_calls = [len(node.message.tool_calls) for node in trained]
+    if program in SINGLE_TURN_PROGRAMS:
+        assert (num_calls[:2], len(num_calls), trace.stop) == ([2, 1], 3, "done")
+    else:
+        assert (num_calls, trace.stop) == ([2, 1, 0, 1, 0, 0], "user")
+        assert trace.info["replies_to_user"] == list(TURN_REPLIES)
     assert trace.info["program"]["exit_code"] == 0
     main_leaves = [leaf for leaf in trace.leaves if trace.nodes[leaf].is_trainable]
     assert len(main_leaves) == 1, f"{len(main_leaves)} branches: {trace.info.get('forks')}"

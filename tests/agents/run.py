@@ -50,7 +50,7 @@ def check(name: str, programs: Path, model: Path, output: Path, *, training: boo
         with serve_script(name, model, output) as server:
             rollout = run_rollout(build_source(name, programs), server.url, model)
             trace = asyncio.run(asyncio.wait_for(rollout, ROLLOUT_DEADLINE))
-            check_trace(trace, server.calls)
+            check_trace(name, trace, server.calls)
             seconds = time.monotonic() - start
             print(f"== {name}: {trace.num_turns} calls, {trace.total_tokens} tokens exact, {seconds:.0f} s", flush=True)
             for step in train(name, programs, server.url, model, output) if training else []:

@@ -2,18 +2,21 @@
 
 The first reply makes two calls at once: one looks at the file, the other repairs it, or one time in two breaks it in
 another way, so that the rollouts of a group differ in their rewards. The second reply runs the check, the third one
-ends the conversation.
+ends the turn. If a reviewer answers, the check is run once more, and then the reason is said.
 """
 
 import json
 from typing import Any
+
+from tests.agents.coding_task import REQUESTS
 
 LOOK = "wc -l check.py"
 RIGHT = r"printf 'def add(a, b):\n    return a + b\n' > calc.py"
 WRONG = r"printf 'def add(a, b):\n    return a * b\n' > calc.py"
 CHECK = "python3 check.py"
 NO_TOOLS_REPLY = "A title"  # to a call without tools, such as one that asks for a title
-LAST = "I repaired `add` in calc.py, and ran the check."
+TURN_REPLIES = ("I repaired `add` in calc.py, and ran the check.", "I ran the check again.", "It had a wrong operator.")
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # what ends a turn of mini-swe-agent
 
 
 def call_tool(name: str, **arguments: Any) -> str:
@@ -22,15 +25,17 @@ def call_tool(name: str, **arguments: Any) -> str:
 
 
 def reply_to(program: str, prompt: str, seed: int) -> str:
-    """Return the reply to a prompt of a program: by the number of replies in it and, for the first, by the seed."""
+    """Return the reply to a prompt of a program: by the replies and requests in it and, for the first, by the seed."""
     call, num_replies = CALLS[program], prompt.count("<|im_start|>assistant") - 1
     if "</tools>" not in prompt:
         return NO_TOOLS_REPLY
     if num_replies == 0:
         return f"I repair the function.\n{call(LOOK)}\n{call((RIGHT, WRONG)[seed % 2])}"
-    if num_replies == 1:
+    if num_replies in (1, 3):
         return f"Now the check.\n{call(CHECK)}"
-    return LAST if program != "mini-swe-agent" else call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    if program == "mini-swe-agent":
+        return call(SUBMIT)
+    return TURN_REPLIES[sum(request in prompt for request in REQUESTS)]
 
 
 CALLS = {
