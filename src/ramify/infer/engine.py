@@ -314,6 +314,9 @@ class Engine:
         try:
             while not self._closing:
                 self._drain_queues()
+                if self._staging_lock.acquire(blocking=False):
+                    self._weight_loader.unmap_if_trainer_ended()
+                    self._staging_lock.release()
                 is_training = self._training_lock.should_wait()
                 is_waiting = is_training or self.paused or not self.core.has_weights
                 if self.core.has_unfinished_requests and not is_waiting:

@@ -48,6 +48,10 @@ class WeightLoader:
         _wait_for_directory(directory, reason)
         return stage_weights(directory, self._module)
 
+    def unmap_if_trainer_ended(self) -> None:
+        """Free the memory of a trainer that has ended, as far as it is mapped here."""
+        self._memory_reader.unmap_if_trainer_ended()
+
     def check_announced(self, directory: Path) -> None:
         """Raise MemoryUnreadable unless the trainer's memory holds the version of `directory`."""
         announcement = Announcement.read(directory)

@@ -9,8 +9,12 @@ differs, and the engine has no weights until it has loaded the version's directo
 lists the cases.
 """
 
+import contextlib
 import math
+import os
 import re
+import select
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -61,7 +65,8 @@ class Announcement(msgspec.Struct, frozen=True):
     """The version that a trainer's tensors hold. `directory` is the name of the directory that will hold it too.
 
     `is_current` is false once the version is withdrawn. `location` is the UUID of the GPU or the path of the mapped
-    file, and `export_id` identifies the tensors: they are the same in all announcements of a trainer.
+    file, and `export_id` identifies the tensors: they are the same in all announcements of a trainer. `pid` is its
+    process.
     """
 
     version: PolicyVersion
@@ -70,6 +75,7 @@ class Announcement(msgspec.Struct, frozen=True):
     is_current: bool
     export_id: str
     location: str
+    pid: int
     tensors: list[SharedTensor]
 
     @classmethod
@@ -135,7 +141,7 @@ class SharedWeights:
         """Announce that the tensors hold `version`. They must not change until `withdraw` is called."""
         checksum = compute_tensor_checksum(self.tensors[name] for name in sorted(self.tensors))  # waits for the device
         self._announcement = Announcement(
-            version, directory, checksum, True, self._export_id, self._location, self._shared_tensors
+            version, directory, checksum, True, self._export_id, self._location, os.getpid(), self._shared_tensors
         )
         write_atomically(self._announcement_path, msgspec.msgpack.encode(self._announcement))
 
@@ -175,10 +181,14 @@ class MemoryUnreadable(Exception):
 
 
 class SharedWeightsReader:
-    """An engine's access to the tensors of trainers; the last trainer's stay mapped."""
+    """An engine's access to the tensors of trainers, which stay mapped until their trainer ends or is replaced.
+
+    A GPU's memory is free again only when no process maps it: the next trainer needs it.
+    """
 
     def __init__(self) -> None:
         self._export_id, self._tensors = "", dict[str, Tensor]()
+        self._trainer: ObservedProcess | None = None
 
     def stage(self, announcement: Announcement, module: Any) -> StagedWeights:
         """Return the tensors of the trainer, to be copied into this model while their version is announced.
@@ -193,13 +203,37 @@ class SharedWeightsReader:
         )
         check_current(announcement)
         if announcement.export_id != self._export_id:
-            self._export_id, self._tensors = "", {}  # unmaps the tensors of a trainer that was replaced
+            self._unmap()
             try:
+                self._trainer = ObservedProcess(announcement.pid)
                 self._tensors = _map_tensors(announcement, next(iter(targets.values())).device)
             except (OSError, RuntimeError) as error:  # the trainer has ended, or memory cannot be shared with it
                 raise MemoryUnreadable(f"the trainer's memory cannot be mapped: {error}") from error
             self._export_id = announcement.export_id
         return StagedWeights(announcement.version, self._tensors, announcement.checksum)
+
+    def unmap_if_trainer_ended(self) -> None:
+        """Unmap the tensors of a trainer whose process has ended. What is staged stays mapped until it is copied."""
+        if self._trainer is not None and self._trainer.has_ended():
+            self._unmap()
+
+    def _unmap(self) -> None:
+        self._export_id, self._tensors, self._trainer = "", {}, None
+
+
+class ObservedProcess:
+    """A process of this machine, which `pid` names now."""
+
+    def __init__(self, pid: int) -> None:
+        self._poller = select.poll()
+        with contextlib.suppress(OSError):  # it has ended, or is in a container of its own
+            fd = os.pidfd_open(pid)
+            self._poller.register(fd, select.POLLIN)
+            weakref.finalize(self, os.close, fd)
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended since; False if that is unknown."""
+        return bool(self._poller.poll(0))
 
 
 def check_current(announcement: Announcement) -> None:

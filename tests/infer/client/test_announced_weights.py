@@ -19,6 +19,7 @@ from tests.infer.client.test_replica_pool import QUICK
 from tests.support.models import build_core, publish_as, reference, write_llama
 from tests.support.native_server import run_server
 from tests.support.processes import async_wait_until
+from tests.support.trainer import context
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,31 @@ async def test_an_engine_that_is_too_late_for_a_version_says_so_and_stays_up(mod
             assert client.versions == {url: make_version(0)}
             await client.update_weights(*newest)
             assert client.versions == {url: make_version(2)}
+
+
+def announce_and_wait(model: Path, directory: Path) -> None:
+    trainer = AnnouncingTrainer(model, directory)
+    trainer.announce(1)
+    threading.Event().wait(300)  # until it is killed
+
+
+@pytest.mark.process
+async def test_an_engine_unmaps_the_memory_of_a_trainer_that_has_died(model, tmp_path):
+    trainer = context.Process(target=announce_and_wait, args=(model, tmp_path), daemon=True)
+    trainer.start()
+    memory_maps, announcement = Path("/proc/self/maps"), tmp_path / "announced-0.msgpack"
+    try:
+        with run_server(build_core(model)) as (url, _):
+            async with InferenceClient(url, QUICK) as client:
+                await async_wait_until(announcement.exists)
+                await client.update_weights(tmp_path / "0-000001", make_version(1))
+                assert str(tmp_path) in memory_maps.read_text()
+                trainer.kill()
+                await async_wait_until(lambda: str(tmp_path) not in memory_maps.read_text())
+                assert client.versions == {url: make_version(1)}
+    finally:
+        trainer.kill()
+        trainer.join()
 
 
 @pytest.mark.promise
