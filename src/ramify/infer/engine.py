@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -30,7 +31,7 @@ from ramify.model.images import ProcessedImage
 from ramify.model.load import load_engine_model
 from ramify.model.lora import add_engine_adapters
 from ramify.model.resolve import resolve_model_path
-from ramify.model.shared_weights import MemoryUnreadable
+from ramify.model.shared_weights import MemoryUnreadable, hold_announced
 from ramify.model.weights import StagedWeights
 from ramify.model.weights_manifest import MANIFEST_FILE, verify_weights
 from ramify.processes.training_lock import TrainingLock
@@ -262,9 +263,8 @@ class Engine:
             def swap() -> None:
                 start = time.perf_counter()
                 self._check_trainer(run, staged.version)
-                if staged.checksum is not None:
-                    self._weight_loader.check_announced(directory)
-                self.core.swap_weights(staged, kv_mode)
+                with hold_announced(directory) if staged.checksum is not None else nullcontext():
+                    self.core.swap_weights(staged, kv_mode)
                 self.swap_seconds = time.perf_counter() - start
 
             await self._run_command(swap)

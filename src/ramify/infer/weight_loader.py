@@ -6,7 +6,7 @@ from typing import Any
 
 from ramify.core.errors import DeadlineExceeded, WeightsReplaced
 from ramify.model.remote_weights import fetch_weights
-from ramify.model.shared_weights import Announcement, MemoryUnreadable, SharedWeightsReader, check_current
+from ramify.model.shared_weights import Announcement, MemoryUnreadable, SharedWeightsReader
 from ramify.model.weights import StagedWeights, stage_weights
 from ramify.model.weights_manifest import MANIFEST_FILE
 
@@ -51,13 +51,6 @@ class WeightLoader:
     def unmap_if_trainer_ended(self) -> None:
         """Free the memory of a trainer that has ended, as far as it is mapped here."""
         self._memory_reader.unmap_if_trainer_ended()
-
-    def check_announced(self, directory: Path) -> None:
-        """Raise MemoryUnreadable unless the trainer's memory holds the version of `directory`."""
-        announcement = Announcement.read(directory)
-        if announcement is None or announcement.directory != directory.name:
-            raise MemoryUnreadable("the trainer has announced another version")
-        check_current(announcement)
 
 
 def _wait_for_directory(directory: Path, reason: str) -> None:

@@ -4,18 +4,20 @@ The trainer exports the tensors that it computes with, once, by CUDA IPC; on a C
 Another small file, the announcement, names the version that the tensors hold, and its checksum. While a version is
 announced, the trainer does not change its tensors. Before it does, it waits for a limited time until the engines have
 copied them, and withdraws the announcement. An engine copies the tensors between two steps, directly into its own
-weights, and then compares the checksum. If the trainer has withdrawn the version or died meanwhile, the checksum
-differs, and the engine has no weights until it has loaded the version's directory or a newer version. `docs/scaling.md`
-lists the cases.
+weights, and then compares the checksum. It holds a lock meanwhile, for which a trainer that has withdrawn the version
+waits: an engine may have begun just before. If the trainer's time is up or it dies, the checksum differs, and the engine
+has no weights until it has loaded the version's directory or a newer version. `docs/scaling.md` lists the cases.
 """
 
 import contextlib
+import fcntl
 import math
 import os
 import re
 import select
+import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,10 @@ from ramify.model.weights_manifest import check_same_tensors
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.trace.version import PolicyVersion
 
-_FILE_PATTERN = re.compile(rf"(?:announced|shared)-({TOKEN_PATTERN})\.(?:msgpack|bin)")  # with the trainer's token
+_FILE_PATTERN = re.compile(rf"(?:announced|shared)-({TOKEN_PATTERN})\.(?:msgpack|bin|lock)")  # with the trainer's token
 ALIGNMENT = 64  # bytes between the starts of tensors
+COPY_TIMEOUT = 10.0  # seconds that a trainer waits for a copy that has begun
+POLL_INTERVAL = 1e-3
 
 
 class CudaHandle(msgspec.Struct, frozen=True, array_like=True):
@@ -81,7 +85,7 @@ class Announcement(msgspec.Struct, frozen=True):
     @classmethod
     def read(cls, directory: Path) -> "Announcement | None":
         """Return what the trainer of a version's directory announced last; None if nothing. Raises WeightsRefused."""
-        path = directory.parent / f"announced-{directory.name.rpartition('-')[0]}.msgpack"
+        path = _get_announcement_path(directory)
         try:
             return msgspec.msgpack.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
@@ -98,11 +102,19 @@ class SharedWeights:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], module: nn.Module, weights_directory: Path, incarnation: int
+        self,
+        tensors: Mapping[str, Tensor],
+        module: nn.Module,
+        weights_directory: Path,
+        incarnation: int,
+        *,
+        copy_timeout: float = COPY_TIMEOUT,
     ) -> None:
         weights_directory.mkdir(parents=True, exist_ok=True)
+        self._copy_timeout = copy_timeout
         token = FencingToken.from_number(incarnation)
         self._announcement_path = weights_directory / f"announced-{token}.msgpack"
+        _get_lock_path(self._announcement_path).touch()
         self._announcement: Announcement | None = None
         self._host_tensors: dict[str, Tensor] | None = None
         device = next(iter(tensors.values())).device
@@ -146,12 +158,26 @@ class SharedWeights:
         write_atomically(self._announcement_path, msgspec.msgpack.encode(self._announcement))
 
     def withdraw(self) -> None:
-        """Withdraw the announced version, if there is one: the tensors may change when this returns."""
+        """Withdraw the announced version, if there is one: the tensors may change when this returns.
+
+        An engine that has begun to copy them has `copy_timeout` seconds to finish.
+        """
         if self._announcement is not None:
             withdrawn = msgspec.structs.replace(self._announcement, is_current=False)
             write_atomically(self._announcement_path, msgspec.msgpack.encode(withdrawn))
             self._announcement = None
+            self._wait_for_copies()
         self.finish_host_copy()
+
+    def _wait_for_copies(self) -> None:
+        """Wait until no engine holds the announcement's lock, at most `copy_timeout` seconds."""
+        deadline = time.monotonic() + self._copy_timeout
+        with contextlib.suppress(OSError), _get_lock_path(self._announcement_path).open() as file:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                time.sleep(POLL_INTERVAL)
 
     def start_host_copy(self) -> Mapping[str, Tensor]:
         """Start to copy the tensors to host memory, while the device goes on; the copy is valid until the next call."""
@@ -240,6 +266,32 @@ def check_current(announcement: Announcement) -> None:
     """Raise MemoryUnreadable if the version is withdrawn."""
     if not announcement.is_current:
         raise MemoryUnreadable("the trainer has withdrawn the version from its memory")
+
+
+@contextlib.contextmanager
+def hold_announced(directory: Path) -> Generator[None]:
+    """Prevent the trainer from changing its tensors, which hold the version of `directory`, for up to its timeout.
+
+    Raises MemoryUnreadable unless the tensors hold that version.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks: the checksum shows if the tensors changed
+            file = stack.enter_context(_get_lock_path(_get_announcement_path(directory)).open())
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # not blocked while a version is announced
+        announcement = Announcement.read(directory)
+        if announcement is None or announcement.directory != directory.name:
+            raise MemoryUnreadable("the trainer has announced another version")
+        check_current(announcement)
+        yield
+
+
+def _get_announcement_path(directory: Path) -> Path:
+    """Return the path of what the trainer of a version's directory announced."""
+    return directory.parent / f"announced-{directory.name.rpartition('-')[0]}.msgpack"
+
+
+def _get_lock_path(announcement_path: Path) -> Path:
+    return announcement_path.with_suffix(".lock")
 
 
 def remove_announcements(weights_directory: Path, incarnation: int) -> None:
