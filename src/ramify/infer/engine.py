@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ramify.core.errors import DeadlineExceeded, ProviderError, WeightsMissing
+from ramify.core.errors import DeadlineExceeded, ProviderError, RamifyError, WeightsMissing
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore, KVSwapMode
 from ramify.infer.grammar import GrammarState
@@ -242,7 +242,7 @@ class Engine:
 
         A directory is read and verified while the engine runs. A copy from the trainer's memory is verified afterwards:
         if it broke off, the engine has no weights, and the directory is loaded instead. Raises ProcessReplaced if
-        weights of a newer trainer of the same run were applied before.
+        weights of a newer trainer of the same run were applied before, and WeightsMissing if the engine has no weights.
         """
 
         def stage(reason: str) -> StagedWeights:
@@ -275,7 +275,12 @@ class Engine:
         except (MemoryUnreadable, WeightsMissing) as error:
             self.core.counters.swaps_refused += 1
             reason = str(error)
-        return await stage_and_swap(reason)
+        try:
+            return await stage_and_swap(reason)
+        except RamifyError as error:
+            if self.core.has_weights:
+                raise
+            raise WeightsMissing(f"{reason}; {error.name}: {error.message}") from error
 
     def _check_trainer(self, run: str, version: PolicyVersion) -> None:
         """Raise ProcessReplaced if the trainer of these weights was replaced; call it in the engine's thread."""
