@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ramify.core.errors import EnvironmentChanged, Failure, RamifyError
+from ramify.core.errors import EnvironmentChanged, Failure, RamifyError, WeightsReplaced
 from ramify.core.seeds import derive_seed
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.group_tracker import find_attempt_failure, list_system_failures
@@ -79,9 +79,13 @@ class OnlineEvaluator:
         self.started_at[name] = started_at = time.monotonic()
         try:
             async with self._weight_updater.hold() if hold_weights else contextlib.nullcontext():
-                if hold_weights and self._weight_updater.served_version is not None:
-                    step = self._weight_updater.served_version.step  # it may be newer than the eval
+                held_version = self._weight_updater.served_version if hold_weights else None
+                if held_version is not None:
+                    step = held_version.step  # it may be newer than the eval
                 traces_by_task = await self._run_rollouts(name, config, source, step)
+                if held_version is not None and (version := self._weight_updater.served_version) != held_version:
+                    problem = f"the engines lost {held_version}, so that some rollouts of this eval used {version}"
+                    self._on_failure(f"eval/{name}", Failure.from_exception(WeightsReplaced(problem)))
         finally:
             del self.started_at[name]
         metrics = _compute_metrics(f"eval/{name}", config, traces_by_task)

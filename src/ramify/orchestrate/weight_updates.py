@@ -4,7 +4,8 @@ Only the newest version matters, so a version that is superseded while it waits 
 weights: updates then wait until its rollouts are done, while training continues within its staleness limit. While no
 engine is up, a newer version cancels the update that waits, and so does a replaced trainer: its weights may exist only
 in its memory. While an engine is up, an update is not cancelled, because the weights of that engine would be unknown: a
-newer one waits for it, and each engine has the client's `control_timeout` to apply it.
+newer one waits for it, and each engine has the client's `control_timeout` to apply it. A version that an eval holds may
+be lost: it was copied from the trainer's memory and never written, and its last engine died. The update is applied then.
 
 Engines may copy a version from the trainer's memory, which the trainer must not change meanwhile: it may when
 `wait_until_copied` returns. While an eval holds the weights, no engine copies, so the trainer continues; the engines
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from ramify.core.errors import RamifyError
 from ramify.infer.client import InferenceClient
+from ramify.model.weights_manifest import MANIFEST_FILE
 from ramify.trace.version import PolicyVersion
 
 
@@ -56,6 +58,7 @@ class WeightUpdater:
         self._client, self._on_applied, self._run = client, on_applied, run
         self._settings, self._clock = settings, clock
         self.served_version: PolicyVersion | None = None
+        self._served_path: Path | None = None  # None for the version that the engines were started with
         self._pending_update: tuple[PolicyVersion, Path] | None = None
         self._applying_version: PolicyVersion | None = None
         self._apply_timeout: asyncio.Timeout | None = None
@@ -126,7 +129,7 @@ class WeightUpdater:
 
     @contextlib.asynccontextmanager
     async def hold(self) -> AsyncGenerator[None]:
-        """Hold the weights; an update that is being applied is finished first."""
+        """Hold the weights, unless their version is lost; an update that is being applied is finished first."""
         self._num_holders += 1
         self._not_held.clear()
         try:
@@ -138,13 +141,25 @@ class WeightUpdater:
             if not self._num_holders:
                 self._not_held.set()
 
+    async def _may_update(self) -> bool:
+        """Return whether no eval holds the weights, or the version that it holds is lost."""
+        if not self.is_held:
+            return True
+        path = self._served_path
+        if self._client.versions or self._pending_update is None or path is None:
+            return False
+        return not await asyncio.to_thread((path / MANIFEST_FILE).is_file)
+
     async def run(self) -> None:
         """Apply requested updates until cancelled. Raises the failure if updates fail for the settings' `timeout`."""
         while True:
             await self._update_requested.wait()
-            await self._not_held.wait()
+            while not await self._may_update():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._settings.retry_delay):
+                        await self._not_held.wait()
             async with self._update_lock:
-                if self.is_held:
+                if not await self._may_update():
                     continue
                 self._update_requested.clear()
                 applied = self._pending_update is None or await self._apply(*self._pending_update)
@@ -176,7 +191,7 @@ class WeightUpdater:
             return False
         finally:
             self._applying_version = self._apply_timeout = None
-        self.served_version, self._failing_since = version, None
+        self.served_version, self._served_path, self._failing_since = version, path, None
         if self._pending_update is not None and self._pending_update[0] == version:
             self._pending_update = self.waiting_since = None
         self._on_applied(version, max(reply.seconds for reply in replies))

@@ -13,13 +13,15 @@ from ramify.infer.request import SamplingParams
 from ramify.model import publish_weights
 from ramify.model.shared_weights import SharedWeights, remove_announcements
 from ramify.model.weights import get_untied_tensors
-from ramify.orchestrate.weight_updates import WeightUpdater
+from ramify.orchestrate.weight_updates import UpdateSettings, WeightUpdater
 from ramify.trace.version import PolicyVersion
 from tests.infer.client.test_replica_pool import QUICK
 from tests.support.models import build_core, publish_as, reference, write_llama
 from tests.support.native_server import run_server
 from tests.support.processes import async_wait_until
 from tests.support.trainer import context
+
+QUICK_UPDATES = UpdateSettings(retry_delay=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,40 @@ async def test_a_restarted_engine_does_not_wait_for_a_version_that_died_with_its
             await applied.wait()
             assert updater.served_version == version
             assert client.versions == {url: version}
+    finally:
+        updating.cancel()
+        await asyncio.wait([updating])
+        await client.close()
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_a_held_version_is_replaced_only_if_its_last_engine_died_and_it_was_never_written(
+    model, tmp_path, is_written
+):
+    trainer, applied = AnnouncingTrainer(model, tmp_path), asyncio.Queue()
+    with run_server(build_core(model)) as (url, _):
+        client = await InferenceClient(url, QUICK.model_copy(update={"server_wait_timeout": 600.0})).start()
+        updater = WeightUpdater(client, lambda version, _: applied.put_nowait(version), settings=QUICK_UPDATES)
+        updating = asyncio.create_task(updater.run())
+        path, held_version = trainer.announce(1)
+        updater.request_update(held_version, path)
+        assert await applied.get() == held_version
+    try:
+        async with asyncio.timeout(60):
+            async with updater.hold():
+                await async_wait_until(lambda: client.down_replicas)
+                if is_written:
+                    publish_weights(path, get_untied_tensors(trainer.module), held_version, base_model=model)
+                trainer.shared.withdraw()
+                path, newer_version = trainer.announce(2)
+                updater.request_update(newer_version, path)
+                with run_server(build_core(model), port=int(url.rpartition(":")[2])):
+                    await async_wait_until(lambda: client.versions)
+                    expected = held_version if is_written else newer_version
+                    assert client.versions == {url: expected}
+                    if not is_written:
+                        assert await applied.get() == newer_version
+                    assert updater.served_version == expected
     finally:
         updating.cancel()
         await asyncio.wait([updating])
