@@ -201,4 +201,8 @@ def test_a_trainer_removes_only_what_those_before_it_announced(tmp_path):
     for incarnation in (1, 2, 3):
         announce(tmp_path, make_module(), PolicyVersion("p", incarnation, 7), f"{incarnation}-000007")
     remove_announcements(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["announced-3.lock", "announced-3.msgpack", "shared-3.bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "announced-3.lock",
+        "announced-3.msgpack",
+        "shared-3.bin",
+    ]

@@ -5,8 +5,8 @@ Another small file, the announcement, names the version that the tensors hold, a
 announced, the trainer does not change its tensors. Before it does, it waits for a limited time until the engines have
 copied them, and withdraws the announcement. An engine copies the tensors between two steps, directly into its own
 weights, and then compares the checksum. It holds a lock meanwhile, for which a trainer that has withdrawn the version
-waits: an engine may have begun just before. If the trainer's time is up or it dies, the checksum differs, and the engine
-has no weights until it has loaded the version's directory or a newer version. `docs/scaling.md` lists the cases.
+waits: an engine may have begun just before. If the trainer's time is up, the checksum differs, and the engine has no
+weights until it has loaded the version's directory or a newer version. `docs/scaling.md` lists the cases.
 """
 
 import contextlib

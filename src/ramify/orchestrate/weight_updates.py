@@ -5,7 +5,8 @@ weights: updates then wait until its rollouts are done, while training continues
 engine is up, a newer version cancels the update that waits, and so does a replaced trainer: its weights may exist only
 in its memory. While an engine is up, an update is not cancelled, because the weights of that engine would be unknown: a
 newer one waits for it, and each engine has the client's `control_timeout` to apply it. A version that an eval holds may
-be lost: it was copied from the trainer's memory and never written, and its last engine died. The update is applied then.
+be lost: it was copied from the trainer's memory and never written, and its last engine died. Then the update does not
+wait.
 
 Engines may copy a version from the trainer's memory, which the trainer must not change meanwhile: it may when
 `wait_until_copied` returns. While an eval holds the weights, no engine copies, so the trainer continues; the engines
