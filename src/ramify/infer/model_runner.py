@@ -22,6 +22,7 @@ from ramify.infer.images import ImageEncoder
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
+from ramify.model.device_memory import is_out_of_memory
 from ramify.model.fused_model import build_fused_model, build_hf_forward, build_image_forward
 from ramify.model.images import ProcessedImage
 from ramify.model.kernels.cpu.decoder import ROWS_PER_CHUNK, CompiledDecoderOps
@@ -119,9 +120,11 @@ class ModelRunner:
         ids = build_check_ids(module.config, num_tokens).to(device)
         try:
             logits = self._compute_check_logits(ids)
-        except (RamifyError, torch.OutOfMemoryError):
+        except RamifyError:
             raise
         except Exception as error:  # a model with another structure may fail anywhere
+            if is_out_of_memory(error):
+                raise
             raise unsupported_error("engine", module, error) from error
         if num_tokens > 1:
             expected = compute_reference_logprobs(module, ids, ATTENTION_NAME)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ramify.core.errors import ModelUnsupported
+from ramify.model.device_memory import is_out_of_memory
 from ramify.model.pack_layout import VISION_MODEL_TYPES
 
 NUM_CHECK_TOKENS = 16
@@ -46,9 +47,9 @@ def compute_reference_logprobs(module: Any, ids: Tensor, attn_implementation: st
         module.set_attn_implementation(split_attn_implementation(module.config, "eager"))
     try:
         logits = module(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelUnsupported(
             f"{type(module).__name__} cannot compute its own logits: {describe_error(error)}"
         ) from error

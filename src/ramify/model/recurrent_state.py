@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ramify.core.errors import ModelUnsupported
+from ramify.model.device_memory import is_out_of_memory
 from ramify.model.logprob_check import describe_error
 
 StateKind = Literal["conv", "recurrent"]
@@ -47,9 +48,9 @@ def probe_state_specs(module: Any, attn_implementation: str) -> tuple[StateSpec,
     module.set_attn_implementation("eager")
     try:
         module(input_ids=torch.zeros(1, 1, dtype=torch.long, device=module.device), past_key_values=cache)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # a model with another structure may fail anywhere
+        if is_out_of_memory(error):
+            raise
         problem = f"{type(module).__name__} cannot compute a token with its own cache"
         raise ModelUnsupported(f"{problem}: {describe_error(error)}") from error
     finally:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-import torch
 
 from ramify.core.errors import GpuMemoryFull, PacksTooLarge
 from ramify.core.files import read_bytes, write_atomically
@@ -60,7 +59,7 @@ class ActivationBudget:
     """The activations of a policy within limits, which are lowered if its device has no room.
 
     The trainer's batches are packed for `planned`. `on_lowered` is called with the former limits, the new ones, and
-    what torch could not allocate.
+    what could not be allocated.
     """
 
     def __init__(
@@ -116,11 +115,6 @@ class ActivationBudget:
             self.set_limits(former)
             problem = f"the GPU has no room for a pack of {longest} tokens, even with all layers recomputed: {reason}"
             raise GpuMemoryFull(f"{problem}; {MEMORY_ADVICE}")
-
-
-def describe_shortage(error: torch.OutOfMemoryError) -> str:
-    """Return what torch could not allocate, without its advice."""
-    return str(error).partition(" If reserved but unallocated")[0]
 
 
 class LoweredLimits(msgspec.Struct, frozen=True):

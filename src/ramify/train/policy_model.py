@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ramify.core.errors import EngineIncompatible, ModelUnsupported, RamifyError
+from ramify.model.device_memory import is_out_of_memory
 from ramify.model.graph_rewrites import build_compile_backend
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
@@ -234,9 +235,11 @@ def _check_agreement(policy: PolicyModel) -> None:
     try:
         inputs = build_model_inputs(build_chain(ids), layout=policy.layout, sliding_windows=policy.sliding_windows)
         actual, _ = policy.compute_logprobs(inputs)
-    except (RamifyError, torch.OutOfMemoryError):
+    except RamifyError:
         raise
     except Exception as error:  # an unusual model may fail anywhere
+        if is_out_of_memory(error):
+            raise
         raise unsupported_error("trainer", model, error) from error
     check_logprobs("trainer", model, expected, actual)
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ramify.core.errors import DeadlineExceeded, ModelUnsupported
 from ramify.model.device_copy import get_device_peaks
+from ramify.model.device_memory import describe_shortage, is_out_of_memory
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest
-from ramify.train.activation_limits import ActivationBudget, ActivationLimits, describe_shortage
+from ramify.train.activation_limits import ActivationBudget, ActivationLimits
 from ramify.train.batch import Batch, count_unique_tokens
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import gather_full_tensor
@@ -97,7 +98,9 @@ class Trainer:
                 limited_batch = self.activations.limit_packs(batch)
                 try:
                     return self._run_packs(limited_batch)
-                except torch.OutOfMemoryError as error:
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
                     reason = describe_shortage(error)
                 # The exception is gone here, and with it the activations that its traceback refers to.
                 self.activations.lower(limited_batch, reason)

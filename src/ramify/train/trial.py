@@ -10,8 +10,9 @@ import math
 import torch
 
 from ramify.core.errors import GpuMemoryFull
+from ramify.model.device_memory import describe_shortage, is_out_of_memory
 from ramify.trace import Forest, concat_forests
-from ramify.train.activation_limits import MEMORY_ADVICE, describe_shortage
+from ramify.train.activation_limits import MEMORY_ADVICE
 from ramify.train.batch import Batch
 from ramify.train.policy_model import build_chain
 from ramify.train.trainer import Trainer
@@ -47,6 +48,8 @@ def _allocate_moments(trainer: Trainer) -> None:
         for parameter in trainer.master_weights.parameters():
             parameter.grad = torch.zeros_like(parameter)
         trainer.optimizer.update(0.0, torch.full((), math.inf, device=trainer.device))
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         problem = f"there is no room for gradients and moments: {describe_shortage(error)}"
         raise GpuMemoryFull(f"{problem}; {MEMORY_ADVICE}") from error
