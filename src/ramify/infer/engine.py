@@ -25,6 +25,7 @@ from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore, KVSwapMode
 from ramify.infer.grammar import GrammarState
 from ramify.infer.images import ImageReference
+from ramify.infer.metrics import EngineActivity
 from ramify.infer.request import EngineRequest, RequestOutput, SamplingParams
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model.images import ProcessedImage
@@ -317,20 +318,31 @@ class Engine:
     def _run(self) -> None:
         torch.set_num_threads(torch.get_num_threads())  # BLAS counts per thread, and operators in C call it directly
         try:
+            last_time = time.monotonic()
+
+            def count_time(activity: EngineActivity) -> None:
+                nonlocal last_time
+                now = time.monotonic()
+                self.core.counters.add_seconds(activity, now - last_time)
+                last_time = now
+
             while not self._closing:
                 self._drain_queues()
                 if self._staging_lock.acquire(blocking=False):
                     self._weight_loader.unmap_if_trainer_ended()
                     self._staging_lock.release()
+                count_time("swap")
                 is_training = self._training_lock.should_wait()
                 is_waiting = is_training or self.paused or not self.core.has_weights
                 if self.core.has_unfinished_requests and not is_waiting:
                     self._notify_streams(self.core.step())
+                    count_time("sampling")
                 else:
                     self._notify_streams(self.core.expire_requests() + self.core.flush_outputs())
                     with self._wakeup:
                         if not self._new_requests and not self._commands and not self._closing:
                             self._wakeup.wait(LOCK_POLL_INTERVAL if is_training else IDLE_WAIT_SECONDS)
+                    count_time("training" if is_training else "idle")
             self._fail_all(ProviderError("the engine was closed"))
         except Exception as error:  # noqa: BLE001 - every stream has to get the error, whatever it is
             failure = ProviderError(f"the engine failed: {type(error).__name__}: {error}")

@@ -1,6 +1,9 @@
 """Counters of the engine: one flat object, written by the engine's thread and read by any thread."""
 
 from dataclasses import dataclass, fields
+from typing import Literal
+
+EngineActivity = Literal["sampling", "training", "swap", "idle"]
 
 
 @dataclass(slots=True)
@@ -33,6 +36,16 @@ class EngineCounters:
     swaps_refused: int = 0
     recomputes: int = 0  # requests that a weight swap put back in the queue
     kept: int = 0  # requests that kept their keys and values in a weight swap
+    # How the engine's thread spends its time. The four add up to the time since its start.
+    sampling_seconds: float = 0.0
+    training_seconds: float = 0.0  # it waits while a trainer computes on the same GPU
+    swap_seconds: float = 0.0  # weight swaps and other commands
+    idle_seconds: float = 0.0  # there is no request, or the engine is paused or has no weights
+
+    def add_seconds(self, activity: EngineActivity, seconds: float) -> None:
+        """Add to the time that the engine's thread spends with an activity."""
+        name = f"{activity}_seconds"
+        setattr(self, name, getattr(self, name) + seconds)
 
     def to_prometheus(self, gauges: dict[str, float]) -> str:
         """Return the counters and `gauges` in the Prometheus text format."""

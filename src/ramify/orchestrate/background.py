@@ -18,7 +18,7 @@ from ramify.orchestrate.attempt_dispatcher import AttemptDispatcher
 from ramify.orchestrate.components import ConcurrencyLimiter, RunComponents
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.core import OrchestratorCore
-from ramify.orchestrate.progress import RunProgress, UtilizationMeter
+from ramify.orchestrate.progress import EngineTimeMeter, RunProgress
 from ramify.orchestrate.status import build_state, list_waits
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.untrainable_groups import has_trainable_group
@@ -49,14 +49,13 @@ async def adapt_concurrency(
             dispatcher.wake()
 
 
-async def record_utilization(trainer_service: TrainerService, client: InferenceClient, progress: RunProgress) -> None:
-    """Record the utilization of every trained step, if the peaks of all devices are known."""
-    meter = UtilizationMeter()
+async def record_engine_times(trainer_service: TrainerService, client: InferenceClient, progress: RunProgress) -> None:
+    """Record what the engines did during every trained step, and the utilization if all devices' peaks are known."""
+    meter = EngineTimeMeter()
     while True:
         trained = await trainer_service.trained_steps.get()
-        utilization = meter.measure(trained, await client.get_loads())
-        if utilization is not None:
-            progress.record_metrics(trained.step, {"utilization": utilization})
+        if metrics := meter.measure(trained, await client.get_loads()):
+            progress.record_metrics(trained.step, metrics)
 
 
 async def watch_for_stalls(run: RunComponents) -> None:

@@ -73,7 +73,9 @@ class Orchestrator:
                             "warning": background.warn_without_signal(run.core, run.progress),
                             "state": background.write_states(run),
                             "load": background.adapt_concurrency(run.client, run.limiter, run.dispatcher),
-                            "utilization": background.record_utilization(run.trainer_service, run.client, run.progress),
+                            "engine times": background.record_engine_times(
+                                run.trainer_service, run.client, run.progress
+                            ),
                             "batches": background.report_batches(run, self._on_samples),
                             "evals": run.evaluator.run_queued(),
                             **{

@@ -35,28 +35,43 @@ class TrainedStep(NamedTuple):
         return None if mfu is None else mfu * self.metrics["train/seconds"]
 
 
-class UtilizationMeter:
-    """Measures how much of a step's time is spent on work that the hardware cannot do faster.
+class EngineTimeMeter:
+    """Measures what the engines do between two trained steps, and how much of that time is ideal work.
 
-    Engines report the least time that their devices need for the steps they have run, as totals, and the trainer its
-    share of peak operations. Both together, divided by the time from one step to the next, are the utilization.
+    Engines report totals: the time they spend with each activity, and the least time that their devices need for the
+    steps they have run. The latter and the trainer's share of peak operations, divided by the time from one step to
+    the next, are the utilization.
     """
 
     def __init__(self) -> None:
-        self._last_totals: dict[str, float] = {}  # ideal seconds of each engine, by URL
+        self._last_loads: Mapping[str, EngineLoad] = {}  # by URL
 
-    def measure(self, trained: TrainedStep, loads: Mapping[str, EngineLoad]) -> float | None:
-        """Return the utilization of a step, given the loads of the engines by URL.
+    def measure(self, trained: TrainedStep, loads: Mapping[str, EngineLoad]) -> dict[str, float]:
+        """Return the metrics of a step, given the loads of the engines by URL.
 
-        It is None if it is unknown, if an engine was restarted, or if other engines than for the last step reported.
+        They are left out if they are unknown, if an engine was restarted, or if other engines than for the last step
+        reported.
         """
-        totals = {url: load.ideal_seconds for url, load in loads.items() if load.ideal_seconds is not None}
-        last_totals, self._last_totals = self._last_totals, totals
-        training = trained.ideal_training_seconds
-        if training is None or not totals or not totals.keys() == loads.keys() == last_totals.keys():
-            return None
-        sampling = [totals[url] - last_totals[url] for url in totals]  # of each engine
-        return None if min(sampling) < 0 else (safe_mean(sampling) + training) / trained.seconds
+        seconds = _subtract_totals(loads, self._last_loads)
+        self._last_loads = loads
+        sampling, training = seconds.pop("ideal", None), trained.ideal_training_seconds
+        metrics = {f"time/engine/{activity}": value for activity, value in seconds.items()}
+        if sampling is not None and training is not None:
+            metrics["utilization"] = (sampling + training) / trained.seconds
+        return metrics
+
+
+def _subtract_totals(loads: Mapping[str, EngineLoad], last_loads: Mapping[str, EngineLoad]) -> dict[str, float]:
+    """Return the seconds of each activity since the last loads, as means over the engines."""
+    if not loads or loads.keys() != last_loads.keys():
+        return {}
+    activities = set.intersection(*({*load.seconds} for load in (*loads.values(), *last_loads.values())))
+    differences = {
+        activity: [load.seconds[activity] - last_loads[url].seconds[activity] for url, load in loads.items()]
+        for activity in sorted(activities)
+    }
+    is_restarted = any(min(values) < 0 for values in differences.values())
+    return {} if is_restarted else {activity: safe_mean(values) for activity, values in differences.items()}
 
 
 MAX_RECENT_FAILURES = 20

@@ -44,7 +44,7 @@ class TrainerService:
         is_stopping: whether the run stops: the trainer saves a checkpoint and gets no more batches.
         checkpoint_committed: set when the trainer has saved a checkpoint.
         pending_request: the step whose batch the trainer waits for, and the monotonic time of the request.
-        trained_steps: steps that the trainer has reported, for `background.record_utilization`.
+        trained_steps: steps that the trainer has reported, for `background.record_engine_times`.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Mapping
 from types import TracebackType
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from ramify.processes.wire.server_pool import PooledServer
 KV_USAGE_RE = re.compile(r"^(?:ramify_kv_usage|vllm:kv_cache_usage_perc)(?:{[^}]*})? (\S+)$", re.MULTILINE)
 NUM_WAITING_RE = re.compile(r"^(?:ramify_waiting|vllm:num_requests_waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
 NUM_RUNNING_RE = re.compile(r"^(?:ramify_running|vllm:num_requests_running)(?:{[^}]*})? (\S+)$", re.MULTILINE)
-IDEAL_SECONDS_RE = re.compile(r"^ramify_ideal_seconds (\S+)$", re.MULTILINE)
+SECONDS_RE = re.compile(r"^ramify_(ideal|sampling|training|swap|idle)_seconds(?:_total)? (\S+)$", re.MULTILINE)
 NUM_STEPS_RE = re.compile(
     r"^(?:ramify_steps_total|vllm:iteration_tokens_total_count|vllm:generation_tokens_total)(?:{[^}]*})? (\S+)$",
     re.MULTILINE,
@@ -24,13 +25,14 @@ NUM_STEPS_RE = re.compile(
 class EngineLoad(NamedTuple):
     """The share of the KV cache in use, and the numbers of waiting and running requests.
 
-    `ideal_seconds` is the least time that the device needs for all steps so far; None if that is unknown.
+    `seconds` are totals by what the engine has spent its time on (`EngineActivity`); `ideal` is the least time that the
+    device needs for all steps so far. What is unknown is missing.
     """
 
     kv_usage: float = 0.0
     num_waiting: int = 0
     num_running: int = 0
-    ideal_seconds: float | None = None
+    seconds: Mapping[str, float] = {}
 
 
 def parse_load(metrics: str) -> EngineLoad:
@@ -39,8 +41,8 @@ def parse_load(metrics: str) -> EngineLoad:
     num_waiting, num_running = (
         int(sum(map(float, pattern.findall(metrics)))) for pattern in (NUM_WAITING_RE, NUM_RUNNING_RE)
     )
-    ideal_seconds = IDEAL_SECONDS_RE.search(metrics)
-    return EngineLoad(kv_usage, num_waiting, num_running, float(ideal_seconds[1]) if ideal_seconds else None)
+    seconds = {activity: float(total) for activity, total in SECONDS_RE.findall(metrics)}
+    return EngineLoad(kv_usage, num_waiting, num_running, seconds)
 
 
 def parse_num_steps(metrics: str) -> float | None:

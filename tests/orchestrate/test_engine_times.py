@@ -1,21 +1,22 @@
-"""Utilization is the least time for a step's work over the time it took, or nothing."""
+"""What engines do during a step adds up; utilization is the least time for a step's work over the time it took."""
 
 import pytest
 
 from ramify.infer.client.replica import EngineLoad, parse_load
-from ramify.orchestrate.progress import TrainedStep, UtilizationMeter
+from ramify.infer.metrics import EngineCounters
+from ramify.orchestrate.progress import EngineTimeMeter, TrainedStep
 
 TRAINING = {"train/mfu": 0.4, "train/seconds": 0.5}  # 0.2 s at the peak
 
 
 def measure(*reports: list[float | None] | dict[str, float | None], metrics=TRAINING) -> list[float | None]:
     """Return the utilization of each step, given the totals of the engines, by URL or in a fixed order."""
-    meter = UtilizationMeter()
+    meter = EngineTimeMeter()
     utilization = []
     for step, report in enumerate(reports):
         totals = report if isinstance(report, dict) else {f"http://{n}": total for n, total in enumerate(report)}
-        loads = {url: EngineLoad(ideal_seconds=total) for url, total in totals.items()}
-        utilization.append(meter.measure(TrainedStep(step, 2.0, metrics), loads))
+        loads = {url: EngineLoad(seconds={} if total is None else {"ideal": total}) for url, total in totals.items()}
+        utilization.append(meter.measure(TrainedStep(step, 2.0, metrics), loads).get("utilization"))
     return utilization
 
 
@@ -48,6 +49,21 @@ def test_trainer_without_known_peaks_is_left_out():
     assert measure([1.0], [2.0], metrics={"train/seconds": 0.5}) == [None, None]
 
 
-def test_ideal_seconds_are_parsed():
-    assert parse_load("# TYPE ramify_ideal_seconds gauge\nramify_ideal_seconds 12.5\n").ideal_seconds == 12.5
-    assert parse_load("ramify_running 3\n").ideal_seconds is None
+def test_seconds_are_parsed():
+    counters = EngineCounters(sampling_seconds=3.0, training_seconds=1.0)
+    seconds = parse_load(counters.to_prometheus({"ideal_seconds": 12.5})).seconds
+    assert seconds == {"sampling": 3.0, "training": 1.0, "swap": 0.0, "idle": 0.0, "ideal": 12.5}
+    assert parse_load("ramify_running 3\n").seconds == {}
+
+
+def test_activities_of_engines_are_means():
+    meter = EngineTimeMeter()
+    before, after = (
+        {"a": EngineLoad(seconds=a), "b": EngineLoad(seconds=b)}
+        for a, b in [
+            ({"sampling": 1.0, "idle": 4.0}, {"sampling": 0.0, "idle": 0.0}),
+            ({"sampling": 2.5, "idle": 4.5}, {"sampling": 0.5, "idle": 1.5}),
+        ]
+    )
+    assert meter.measure(TrainedStep(0, 2.0, {}), before) == {}
+    assert meter.measure(TrainedStep(1, 2.0, {}), after) == {"time/engine/sampling": 1.0, "time/engine/idle": 1.0}
