@@ -231,6 +231,19 @@ async def test_worker_boots_from_a_process_with_many_open_files(engine, tmp_path
             assert server.pool.counts["booted"] == 1
 
 
+async def test_many_attempts_are_divided_among_workers(engine, fork_client, tmp_path):
+    gate = tmp_path / "gate"
+    config = make_config(engine.url, tmp_path, pool={"type": "elastic", "max_workers": 2})
+    async with (
+        EnvServer(config, prefork_client=fork_client) as server,
+        EnvClient(server.address, settings=QUICK) as client,
+    ):
+        rollouts = [asyncio.create_task(client.run(task(n, gate=str(gate)), id=f"e{n}")) for n in range(33)]
+        await wait_until(lambda: len(server.pool._ready_workers()) == 2, "two workers")
+        gate.touch()
+        await asyncio.gather(*rollouts)
+
+
 async def test_elastic_pool_scales_with_the_load(engine, fork_client, tmp_path):
     gate = tmp_path / "gate"
     pool = {"type": "elastic", "min_workers": 1, "max_workers": 2, "multiplex": 4, "idle_timeout": 0.5}

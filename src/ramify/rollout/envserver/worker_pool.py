@@ -30,6 +30,7 @@ from ramify.rollout.envserver.worker_process import PRELOAD_MODULES, WorkerProce
 MAX_HISTORY = 256  # recorded losses and decisions
 INITIAL_BACKOFF = 0.5  # seconds before the next start after a failed boot, doubled for each further one
 MAX_BACKOFF = 30.0
+BUSY_WORKER_LOAD = 32  # attempts of a worker above which another is started: replies of a group end together
 
 
 class WorkerPool:
@@ -192,7 +193,7 @@ class WorkerPool:
         pool = self._pool_config
         if not isinstance(pool, ElasticPoolConfig):
             return pool.workers
-        needed = math.ceil((self.num_running + self.num_waiting) / pool.multiplex)
+        needed = math.ceil((self.num_running + self.num_waiting) / min(pool.multiplex, BUSY_WORKER_LOAD))
         return min(max(needed, pool.min_workers), pool.worker_limit)
 
     def _scale_up(self, trigger: str) -> None:
