@@ -15,7 +15,6 @@ from ramify.core.errors import ConfigInvalid, DeadlineExceeded, WeightsRefused
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.model.resolve import resolve_model_path
-from ramify.model.tree_attention import BLOCK_SIZE
 from ramify.trace import AnnotatedTrace, Annotation, Message, Trace, VersionSpan, build_forest, make_padding_forest
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, load_loss, pack_forests
 from ramify.train.build import choose_moments, choose_trainer_dtype
@@ -23,7 +22,7 @@ from ramify.train.config import OptimConfig, ScheduleConfig
 from ramify.train.distributed import Ranks
 from ramify.train.master_weights import MasterWeights, round_to_bfloat16
 from ramify.train.metrics import FlopsModel, MetricSums, StepMetrics
-from ramify.train.model_inputs import bucket_length, build_model_inputs
+from ramify.train.model_inputs import build_model_inputs
 from ramify.train.optim import OptimizersContainer, compute_lr_factor, is_hidden_matrix
 from ramify.train.policy_model import load_policy
 from tests.support.training import CONFIGS, HYBRID, SINGLE_RANK, VOCAB, build_model, build_policy, copy_weights
@@ -351,13 +350,6 @@ def test_only_layers_that_attend_have_pairs():
     assert FlopsModel.from_model(build_model(recurrent, "eager")).per_visible_pair == 0.0
     trainer = Trainer(build_policy(recurrent), TrainerConfig(pack_tokens=512))
     assert trainer.step(Batch.from_packs(0, pack_forests(build_forests(), 512, trainer.policy.layout))).grad_norm > 0
-
-
-def test_padded_lengths_are_few():
-    assert {bucket_length(length, 16384) for length in range(1, 16385, 37)} == set(range(1024, 16385, 1024))
-    assert bucket_length(16385, 16384) == 20480
-    assert {bucket_length(length, 1152) % BLOCK_SIZE for length in range(1, 5000, 11)} == {0}
-    assert max(bucket_length(length, 1152) for length in range(1, 1153)) == 1152
 
 
 def test_building_a_trainer_logs_its_layout_and_dtype():

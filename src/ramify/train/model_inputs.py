@@ -149,15 +149,9 @@ class ModelInputs:
         return _build_head_inputs(self.forest, self.token_index, self.input_ids.device)
 
 
-def bucket_length(length: int, pack_tokens: int) -> int:
-    """Return the padded length of a compiled row: sixteenths of `pack_tokens`, and quarters for longer paths.
-
-    Layers are compiled once for each padded length, which takes seconds.
-    """
-    parts = 4 if length > pack_tokens else 16
-    step = -(-pack_tokens // (parts * BLOCK_SIZE)) * BLOCK_SIZE
-    padded_length = -(-length // step) * step
-    return padded_length if length > pack_tokens else min(padded_length, pack_tokens)
+def pad_to_blocks(length: int) -> int:
+    """Return the padded length of a row on a GPU, whose kernels work on blocks of tokens."""
+    return -(-length // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def build_model_inputs(

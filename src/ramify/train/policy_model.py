@@ -262,17 +262,13 @@ def get_attention_name(layout: PackLayout) -> str | None:
 
 
 def compile_layers(policy: PolicyModel) -> None:
-    """Compile each layer, and the norm behind them. Layers of one kind share the code.
-
-    There is one code for each length of a forest, and one for all grids of chains, whose sizes vary.
-    """
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    """Compile each layer, and the norm behind them, once for all lengths. Layers of one kind share the code."""
     decoder = policy.model.get_decoder()
     norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
     is_forest = policy.layout is PackLayout.FOREST
-    settings: dict[str, Any] = {"backend": build_compile_backend(decoder.config), "dynamic": False} if is_forest else {}
+    settings: dict[str, Any] = {"backend": build_compile_backend(decoder.config)} if is_forest else {}
     for module in (*policy.layers, *norms):
-        module.compile(**settings)
+        module.compile(dynamic=True, **settings)
 
 
 def _disable_dropout(model: nn.Module) -> None:

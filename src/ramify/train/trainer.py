@@ -26,7 +26,7 @@ from ramify.train.config import TrainerConfig
 from ramify.train.distributed import gather_full_tensor
 from ramify.train.master_weights import MasterWeights
 from ramify.train.metrics import FlopsModel, MetricAccumulator, MetricSums, StepMetrics
-from ramify.train.model_inputs import LoadImage, ModelInputs, StepImages, bucket_length, build_model_inputs
+from ramify.train.model_inputs import LoadImage, ModelInputs, StepImages, build_model_inputs, pad_to_blocks
 from ramify.train.optim import OptimizersContainer
 from ramify.train.policy_model import PolicyModel, PolicyOutput
 from ramify.train.token_stats import TokenStatsWriter
@@ -143,7 +143,7 @@ class Trainer:
         return StepImages(self.policy.tower, media, self.load_image)
 
     def prepare_inputs(self, pack: Forest, images: StepImages | None = None) -> ModelInputs:
-        """Build the model's inputs for a pack; on a GPU they have one of a few lengths.
+        """Build the model's inputs for a pack.
 
         `images` are the step's images, encoded; by default the images of the pack are encoded here.
         """
@@ -155,7 +155,7 @@ class Trainer:
             layout=policy.layout,
             device=self.device,
             sliding_windows=policy.sliding_windows,
-            padded_length=bucket_length(len(pack), self.activations.limits.pack_tokens) if is_cuda else None,
+            padded_length=pad_to_blocks(len(pack)) if is_cuda else None,
             images=images,
         )
 
