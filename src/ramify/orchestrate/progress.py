@@ -65,10 +65,11 @@ def _subtract_totals(loads: Mapping[str, EngineLoad], last_loads: Mapping[str, E
     """Return the seconds of each activity since the last loads, as means over the engines."""
     if not loads or loads.keys() != last_loads.keys():
         return {}
-    activities = set.intersection(*({*load.seconds} for load in (*loads.values(), *last_loads.values())))
+    every_load = (*loads.values(), *last_loads.values())
     differences = {
         activity: [load.seconds[activity] - last_loads[url].seconds[activity] for url, load in loads.items()]
-        for activity in sorted(activities)
+        for activity in every_load[0].seconds
+        if all(activity in load.seconds for load in every_load)
     }
     is_restarted = any(min(values) < 0 for values in differences.values())
     return {} if is_restarted else {activity: safe_mean(values) for activity, values in differences.items()}
