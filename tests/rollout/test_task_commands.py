@@ -40,3 +40,24 @@ async def test_command_that_does_not_end_is_stopped():
     env = load_env(CommandTaskset, timeouts={"setup": 0.5})
     trace = await run_one(env, ["done"], rf.Task(prompt="go", pre_run=("sleep 100",)))
     assert error_names(trace) in (["EnvironmentFault"], ["DeadlineExceeded"])
+
+
+async def test_commands_of_the_runtime_follow_those_of_the_task_and_their_output_is_logged(caplog):
+    commands = {"setup": ["echo all >> order; echo installed"], "pre_run": ["echo last >> order; echo to stderr >&2"]}
+    env = load_env(CommandTaskset, runtime={"id": "local", **commands})
+    task = rf.Task(prompt="go", setup=("echo setup >> order",), pre_run=("echo first >> order",), outputs=())
+    with caplog.at_level("INFO", "ramify.runtimes"):
+        trace = await run_one(env, ["done"], task)
+    assert error_names(trace) == []
+    assert trace.info["agent"] == ["setup", "all", "hook", "first", "last"]
+    assert trace.info["rewards"] == ["setup", "all"]
+    logged = [record.message for record in caplog.records if record.message.startswith("command ended id=r1 ")]
+    keys = ["task.setup[0]", "runtime.setup[0]", "task.pre_run[0]", "runtime.pre_run[0]"]
+    assert [line.split("key=")[1].split()[0] for line in logged] == [*keys, *keys[:2]]
+    assert logged[1].endswith("output=installed") and logged[3].endswith('output="to stderr"')
+
+
+async def test_failed_command_of_the_runtime_is_named():
+    env = load_env(CommandTaskset, runtime={"id": "local", "pre_run": ["exit 3"]})
+    trace = await run_one(env, ["done"], rf.Task(prompt="go"))
+    assert error_names(trace) == ["EnvironmentFault"] and "runtime.pre_run[0] exited with 3" in trace.errors[0].message

@@ -7,6 +7,7 @@ text.
 """
 
 import contextlib
+import json
 import logging
 import re
 import sys
@@ -28,6 +29,18 @@ def hide_log_records(logger_name: str, text: str) -> Generator[None]:
         yield
     finally:
         logger.removeFilter(lacks_text)
+
+
+def format_event(event: str, **fields: object) -> str:
+    """Return an event and its fields on one line. A text with spaces or control characters is quoted as JSON."""
+    return " ".join([event, *(f"{name}={_format_value(value)}" for name, value in fields.items())])
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return text if text.isprintable() and text and " " not in text else json.dumps(text, ensure_ascii=False)
 
 
 # C0 without tab and newline, DEL and C1, bidirectional controls, line separators, lone surrogates. A carriage return

@@ -100,6 +100,8 @@ class RuntimeConfig(Config):
     - `env`: environment variables for every program.
     - `limits`: resources of one rollout; `task.resources` overrides them.
     - `num_prepared`: runtimes that are prepared before a rollout needs them. 0: none.
+    - `setup`: shell command lines that prepare both runtimes of a rollout, after the commands of `task.setup`.
+    - `pre_run`: shell command lines that run right before the agent starts, in its runtime only.
     """
 
     id: str = "local"
@@ -109,6 +111,8 @@ class RuntimeConfig(Config):
     env: dict[str, str] = {}
     limits: ResourceLimits = ResourceLimits()
     num_prepared: int = Field(default=0, ge=0)
+    setup: list[str] = []
+    pre_run: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ramify.core.async_calls import fail_after
 from ramify.core.errors import (
@@ -36,7 +36,7 @@ from ramify.infer.gateway.policy import Policy
 from ramify.infer.gateway.session import RolloutSession
 from ramify.rollout.environment import Environment
 from ramify.rollout.harness.base import get_user_prompt_texts
-from ramify.rollout.prepared_runtimes import RetryingRuntime, collect_outputs, run_task_commands
+from ramify.rollout.prepared_runtimes import RetryingRuntime, collect_outputs, run_commands
 from ramify.rollout.rewards import (
     SCORING_STATE_KEY,
     build_unscored_rewards,
@@ -304,21 +304,25 @@ class AttemptRunner:
                 await self._stop_runtime()
                 self.runtime = self.context.runtime = RetryingRuntime(self.env.prepared_runtimes.take())
                 await self.runtime.start(self.task)
-            await self._run_task_commands("setup", self.task.setup)  # it has a time limit of its own
+            await self._run_commands("setup")  # each command has a time limit of its own
             async with fail_after(self.env.source.timeouts.boot, "the outputs of the task"):
                 await self.runtime.upload(Path(directory), ".")
 
     async def _setup(self) -> tuple[ToolSet, User | None]:
         hooks = self.env.hooks
-        await self._run_task_commands("setup", self.task.setup)
+        await self._run_commands("setup")
         if hooks.setup is not None:
             await hooks.setup(self.context)
         tools, user = await hooks.build_toolset(self.context), await hooks.build_user(self.context)
-        await self._run_task_commands("pre_run", self.task.pre_run)
+        await self._run_commands("pre_run")
         return tools, user
 
-    async def _run_task_commands(self, field: str, commands: Sequence[str]) -> None:
-        await run_task_commands(self.runtime, field, commands, self.env.source.timeouts.setup)
+    async def _run_commands(self, field: Literal["setup", "pre_run"]) -> None:
+        """Run the commands of the task, then the commands of the runtime's configuration."""
+        for key, owner in (("task", self.task), ("runtime", self.runtime.config)):
+            commands: Sequence[str] = getattr(owner, field)
+            timeout = self.env.source.timeouts.setup
+            await run_commands(self.runtime, f"{key}.{field}", commands, timeout=timeout, rollout_id=self.trace.id)
 
     async def run_harness(self, tools: ToolSet, user: User | None) -> str:
         """Run the agent and return its stop reason."""

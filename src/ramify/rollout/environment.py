@@ -52,6 +52,8 @@ PLACEMENT_KEYS = {
     "pull",
     "lifetime",
     "start_timeout",
+    "labels",
+    "max_starts_per_second",
 }  # keys of runtimes that say where and when programs run; rollouts do not depend on them
 
 

@@ -9,12 +9,14 @@ runtime and reports the failure.
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from ramify.core.async_calls import retry
 from ramify.core.errors import AgentFailed, EnvironmentFault
+from ramify.core.terminal import format_event
 from ramify.env import Runtime, RuntimeProcess, Task
 from ramify.env.runtime import Capabilities, CommandLine
 
@@ -42,21 +44,27 @@ def _remove_incomplete_copy(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-MAX_REASON_CHARS = 1000
+MAX_COMMAND_OUTPUT_CHARS = 1000  # of a setup or pre-run command, in the log and in an error; the end of the output
+_logger = logging.getLogger("ramify.runtimes")
 
 
-async def run_task_commands(runtime: Runtime, field: str, commands: Sequence[str], timeout: float) -> None:
-    """Run command lines one after the other. Raises EnvironmentFault if one fails or takes `timeout` seconds.
+async def run_commands(runtime: Runtime, key: str, commands: Sequence[str], *, timeout: float, rollout_id: str) -> None:
+    """Run command lines one after the other, and log the output of each.
 
-    - `field`: the field of the task that has the commands, for the error.
+    Raises EnvironmentFault if one fails or takes `timeout` seconds.
+
+    - `key`: the key that has the commands, such as `task.setup`.
     """
     for index, command in enumerate(commands):
+        start = time.monotonic()
         result = await runtime.run(command, timeout=timeout)
+        output = (result.stdout + result.stderr).decode("utf-8", "replace").strip()[-MAX_COMMAND_OUTPUT_CHARS:]
+        fields = {"id": rollout_id, "key": f"{key}[{index}]", "command": command, "exit_code": result.returncode}
+        _logger.info(format_event("command ended", **fields, seconds=time.monotonic() - start, output=output))
         if result.timed_out:
-            raise EnvironmentFault(f"task.{field}[{index}] did not end in {timeout:g} s: {command}")
+            raise EnvironmentFault(f"{key}[{index}] did not end in {timeout:g} s: {command}")
         if result.returncode:
-            output = (result.stdout + result.stderr).decode("utf-8", "replace").strip()[-MAX_REASON_CHARS:]
-            raise EnvironmentFault(f"task.{field}[{index}] exited with {result.returncode}: {command}\n{output}")
+            raise EnvironmentFault(f"{key}[{index}] exited with {result.returncode}: {command}\n{output}")
 
 
 T = TypeVar("T")
@@ -143,9 +151,6 @@ class RetryingRuntime(Runtime):
 
     async def _with_retries(self, call: Callable[[], Awaitable[T]]) -> T:
         return await retry(call, max_retries=MAX_RETRIES, backoff=INITIAL_BACKOFF)
-
-
-_logger = logging.getLogger("ramify.runtimes")
 
 
 class PreparedRuntimes:

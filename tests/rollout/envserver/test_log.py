@@ -5,7 +5,8 @@ import logging
 import pytest
 
 from ramify.core.errors import AgentFailed, Failure
-from ramify.rollout.envserver.log import RolloutLog, format_event
+from ramify.core.terminal import format_event
+from ramify.rollout.envserver.log import RolloutLog
 from ramify.rollout.envserver.messages import RolloutRequest
 from ramify.trace import Episode, Trace
 

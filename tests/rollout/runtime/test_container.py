@@ -249,6 +249,74 @@ async def test_network_of_the_machine_is_not_entered_as_a_containers():
         await open_listener(os.getpid(), "ramify-1-2-3")
 
 
+@pytest.mark.parametrize("name", ["", "a=b", "ramify.machine"])
+def test_label_that_is_reserved_or_has_no_name_is_refused(name):
+    with pytest.raises(ValueError, match="cannot be a label"):
+        ContainerRuntimeConfig(labels={name: "x"})
+
+
+def test_hosts_can_be_allowed_only_without_a_network(make_engine):
+    for entry in ("https://example.org", ":443", "example.org:https"):
+        with pytest.raises(ValueError, match="is not a host"):
+            ContainerRuntimeConfig(allow_hosts=[entry])
+    with pytest.raises(ValueError, match="allow_hosts needs network = 'none'"):
+        ContainerRuntimeConfig(network="bridge", allow_hosts=["example.org"])
+    make_engine(DOCKER_INFO)
+    runtime = ContainerRuntime(ContainerRuntimeConfig(engine="docker", limits={}, allow_hosts=["example.org"]))
+    with pytest.raises(ConfigInvalid, match="allow_hosts lets programs reach example"):
+        runtime.check_task(Task(requires=("private_network",)))
+
+
+def test_hosts_and_paths_need_containers_of_this_machine(make_engine, tmp_path):
+    make_engine(DOCKER_INFO)
+    for settings in ({"allow_hosts": ["example.org"]}, {"read_only": [str(tmp_path)]}):
+        config = ContainerRuntimeConfig(engine="docker", engine_host="ssh://other", limits={}, **settings)
+        with pytest.raises(ConfigInvalid, match=f"{next(iter(settings))} .*ssh://other"):
+            ContainerRuntime(config).check_task(Task())
+
+
+@pytest.mark.process
+async def test_labels_are_seen_in_the_engine(needs_engine):
+    async with open_runtime("container", labels={"team": "agents", "note": "a b=c"}) as runtime:
+        labels = json.loads(await runtime._inspect("{{json .Config.Labels}}"))
+        assert labels["team"] == "agents" and labels["note"] == "a b=c" and "ramify.machine" in labels
+
+
+@pytest.mark.process
+async def test_paths_of_this_machine_are_read_only(needs_engine, tmp_path):
+    (tmp_path / "agent").write_text("#!/bin/sh\necho from the host\n")
+    (tmp_path / "agent").chmod(0o755)
+    settings = {"read_only": [f"{tmp_path}:/agents"], "prepend_path": ["/agents"]}
+    result = await run_in_container("agent; touch /agents/x; echo $?; ls /bin/sh", **settings)
+    assert result.text.splitlines() == ["from the host", "1", "/bin/sh"] and not (tmp_path / "x").exists()
+
+
+@pytest.mark.process
+async def test_programs_reach_allowed_hosts_and_no_others(needs_engine):
+    async def greet(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello")
+        writer.close()
+
+    script = """
+import http.client, os, sys, urllib.parse
+proxy = urllib.parse.urlsplit(os.environ["https_proxy"])
+for port in sys.argv[1:]:
+    connection = http.client.HTTPConnection(proxy.hostname, proxy.port, timeout=10)
+    connection.set_tunnel("localhost", int(port))
+    try:
+        connection.request("GET", "/")
+        print(connection.getresponse().read().decode())
+    except OSError as error:
+        print(error)
+"""
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with open_runtime("container", allow_hosts=[f"localhost:{port}"]) as runtime:
+            result = await runtime.run(["python3", "-c", script, str(port), "1"], timeout=20)
+    assert result.text.splitlines() == ["hello", "Tunnel connection failed: 403 Forbidden"]
+
+
 @pytest.mark.process
 async def test_network_and_processes_of_the_machine_are_unreachable(needs_engine):
     with socket.create_server(("127.0.0.1", 0)) as server:

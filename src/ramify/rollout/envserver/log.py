@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import time
@@ -15,24 +14,12 @@ from typing import Self
 
 from ramify.core.config.schema import is_dict
 from ramify.core.errors import StorageFailed
-from ramify.core.terminal import escape_controls
+from ramify.core.terminal import escape_controls, format_event
 from ramify.rollout.envserver.messages import RolloutRequest
 from ramify.trace import Episode, Trace
 
 MAX_LINE_BYTES = 1 << 16  # a longer line is split
 TAIL_LINES = 20  # lines of a worker's output in an error message
-
-
-def format_event(event: str, **fields: object) -> str:
-    """Return an event and its fields on one line. A text with spaces or control characters is quoted as JSON."""
-    return " ".join([event, *(f"{name}={_format_value(value)}" for name, value in fields.items())])
-
-
-def _format_value(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    text = str(value)
-    return text if text.isprintable() and text and " " not in text else json.dumps(text, ensure_ascii=False)
 
 
 class EnvServerLog:

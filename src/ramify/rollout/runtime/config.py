@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ramify.env.runtime import ResourceLimits, RuntimeConfig
+
+RESERVED_LABEL_PREFIX = "ramify."
 
 
 class LocalRuntimeConfig(RuntimeConfig):
@@ -27,23 +29,14 @@ class LocalRuntimeConfig(RuntimeConfig):
     """Environment variables that programs inherit from this process. Others, such as API keys, are not passed on."""
 
 
-class SandboxRuntimeConfig(RuntimeConfig):
-    """Configuration of the sandbox runtime.
+class ReadOnlyPathsConfig(RuntimeConfig):
+    """Configuration of a runtime whose programs can read paths of this machine."""
 
-    Its limits are on by default. A machine that cannot enforce one refuses the run: set the limit to `"None"` to
-    run without it.
-    """
-
-    id: str = "sandbox"
-    limits: ResourceLimits = ResourceLimits(memory_mb=2048, max_processes=512, disk_mb=1024)
-    num_prepared: int = Field(default=2, ge=0)
     read_only: list[str] = []
     """Directories and files of this machine that programs can read, such as the installation of an agent: `PATH`, or
     `PATH:PATH_IN_THE_SANDBOX`."""
     prepend_path: list[str] = []
     """Directories to search for programs before the system's, such as `/opt/agent/bin`."""
-    fallback: Literal["local"] | None = None
-    """The runtime that is used on a machine where a sandbox does not work. None: the run is refused there."""
 
     @field_validator("read_only")
     @classmethod
@@ -67,7 +60,21 @@ class SandboxRuntimeConfig(RuntimeConfig):
         return [(Path(source).resolve(), Path(target or Path(source).absolute())) for source, _, target in pairs]
 
 
-class ContainerRuntimeConfig(RuntimeConfig):
+class SandboxRuntimeConfig(ReadOnlyPathsConfig):
+    """Configuration of the sandbox runtime.
+
+    Its limits are on by default. A machine that cannot enforce one refuses the run: set the limit to `"None"` to
+    run without it.
+    """
+
+    id: str = "sandbox"
+    limits: ResourceLimits = ResourceLimits(memory_mb=2048, max_processes=512, disk_mb=1024)
+    num_prepared: int = Field(default=2, ge=0)
+    fallback: Literal["local"] | None = None
+    """The runtime that is used on a machine where a sandbox does not work. None: the run is refused there."""
+
+
+class ContainerRuntimeConfig(ReadOnlyPathsConfig):
     """Configuration of the container runtime.
 
     Its limits are on by default. An engine that cannot enforce one refuses the run: set the limit to `"None"` to run
@@ -90,10 +97,44 @@ class ContainerRuntimeConfig(RuntimeConfig):
     """The network of the containers. "none": programs reach the gateway of their rollout and nothing else."""
     gateway_url: str | None = None
     """The address at which containers reach the gateway, if `network` or `engine_host` is set; its path is not used."""
+    allow_hosts: list[str] = []
+    """Hosts that programs can reach although `network` is "none", by HTTP and HTTPS: names or patterns such as
+    `"*.example.org"`, each for the ports 80 and 443, or with a port such as `"example.org:8443"`."""
     pull: Literal["missing", "never", "always"] = "missing"
     """When images are fetched."""
     user: str | None = None
     """The user that programs run as. None: the user of the image."""
+    labels: dict[str, str] = {}
+    """Labels of the containers in the engine, such as `{ team = "agents" }`."""
+    max_starts_per_second: float | None = Field(default=None, gt=0)
+    """Most containers that the processes of this user on this machine start per second. None: no limit."""
+
+    @field_validator("labels")
+    @classmethod
+    def _labels_have_names_of_their_own(cls, labels: dict[str, str]) -> dict[str, str]:
+        for name in labels:
+            if not name or "=" in name or name.startswith(RESERVED_LABEL_PREFIX):
+                raise ValueError(
+                    f"{name!r} cannot be a label: it is empty, has `=`, or begins with {RESERVED_LABEL_PREFIX}"
+                )
+        return labels
+
+    @field_validator("allow_hosts")
+    @classmethod
+    def _hosts_are_names_with_ports(cls, hosts: list[str]) -> list[str]:
+        for entry in hosts:
+            name, colon, port = entry.partition(":")
+            if not name or "/" in entry or (colon and not port.isdecimal()):
+                raise ValueError(f"{entry!r} is not a host: expected a name such as example.org or example.org:8443")
+        return hosts
+
+    @model_validator(mode="after")
+    def _allowed_hosts_require_no_network(self) -> "ContainerRuntimeConfig":
+        if self.allow_hosts and self.network != "none":
+            raise ValueError(
+                f"allow_hosts needs network = 'none', found {self.network!r}, in which programs can reach other hosts"
+            )
+        return self
 
 
 class HostedRuntimeConfig(RuntimeConfig):

@@ -25,7 +25,12 @@ from ramify.core.errors import AgentFailed, ConfigInvalid, SandboxError
 from ramify.env.runtime import Capabilities, ExecResult, ResourceLimits, RuntimeConfig
 from ramify.env.task import Task
 from ramify.rollout.runtime.config import ContainerRuntimeConfig
-from ramify.rollout.runtime.container_capabilities import build_seccomp_profile, find_capabilities, find_gateway_problem
+from ramify.rollout.runtime.container_capabilities import (
+    build_seccomp_profile,
+    find_capabilities,
+    find_gateway_problem,
+    find_local_problem,
+)
 from ramify.rollout.runtime.container_engine import (
     MACHINE_LABEL,
     NAME_PREFIX,
@@ -39,10 +44,12 @@ from ramify.rollout.runtime.container_engine import (
     find_unsupported_reason,
 )
 from ramify.rollout.runtime.container_socket import open_listener
+from ramify.rollout.runtime.host_proxy import HostProxy, build_proxy_variables
 from ramify.rollout.runtime.owner import get_machine_id, make_owner_name, remove_leftovers
 from ramify.rollout.runtime.port_forward import PortForward
 from ramify.rollout.runtime.shell_process import KillFunction, ShellProcess
 from ramify.rollout.runtime.shell_runtime import WORKDIR_SCRIPT, ShellRuntime, replace_address
+from ramify.rollout.runtime.start_limit import wait_for_start
 
 START_TIMEOUT = 120.0  # seconds for a container to start
 IDLE_SCRIPT = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
@@ -73,7 +80,8 @@ class ContainerRuntime(ShellRuntime):
         config = config or ContainerRuntimeConfig()
         super().__init__(config, config.workdir)
         self._container: _Container | None = None
-        self._forward: PortForward | None = None
+        self._forward: PortForward | None = None  # to the gateway
+        self._proxy: HostProxy | None = None  # to the hosts of `allow_hosts`
 
     @property
     def capabilities(self) -> Capabilities:
@@ -84,6 +92,8 @@ class ContainerRuntime(ShellRuntime):
         """Raise ConfigInvalid if there are no containers here, or if they lack what the task needs."""
         if reason := find_unsupported_reason(find_engine(self.config), self.config.engine):
             raise ConfigInvalid(f"the runtime 'container' does not work on this machine: {reason}")
+        if problem := find_local_problem(self._get_engine(), self.config):
+            raise ConfigInvalid(problem, key="runtime")
         super().check_task(task)
 
     async def prepare(self) -> None:
@@ -100,6 +110,8 @@ class ContainerRuntime(ShellRuntime):
         if self._container is None:
             await self._start_container(image, limits)
         try:
+            if self.config.allow_hosts:
+                await self._start_proxy()
             await self._prepare_workdir(task)
         except BaseException:
             with contextlib.suppress(SandboxError):  # `stop` tries again and reports it
@@ -108,9 +120,7 @@ class ContainerRuntime(ShellRuntime):
 
     async def stop(self) -> None:
         """Remove the container, and copy its work directory out first if `keep_workdir` is set."""
-        forward, self._forward = self._forward, None
-        if forward is not None:
-            await forward.close()
+        await self._close_forwards()
         files, self._files = self._files, None
         try:
             if files is not None and self.config.keep_workdir:
@@ -122,7 +132,6 @@ class ContainerRuntime(ShellRuntime):
 
     async def expose(self, base_url: str) -> str:
         """Forward a socket in the container's network to the server of `base_url`; return the URL that reaches it."""
-        container = self._get_container()
         engine, url = self._get_engine(), urlsplit(base_url)
         if reason := find_gateway_problem(engine, self.config):
             raise ConfigInvalid(f"programs of a container cannot reach the gateway: {reason}")
@@ -130,16 +139,9 @@ class ContainerRuntime(ShellRuntime):
             return replace_address(base_url, self.config.gateway_url)
         if self._forward is not None or url.hostname is None or url.port is None:
             raise ConfigInvalid(f"a container exposes one address with a port; {base_url} cannot be exposed")
-        try:
-            listener = await open_listener(int(await self._inspect("{{.State.Pid}}")), container.name)
-        except (OSError, ValueError) as error:
-            text = "programs of a container cannot reach the gateway, whose socket must be opened in their network"
-            raise ConfigInvalid(
-                f"{text}: {error}; is {engine.name} on this machine, and is this user allowed?"
-            ) from error
-        port = listener.getsockname()[1]
-        self._forward = PortForward(url.hostname, url.port)
-        await self._forward.start(listener)
+        forward = PortForward(url.hostname, url.port)
+        port = await self._start_forward(forward)
+        self._forward = forward
         return url._replace(netloc=f"127.0.0.1:{port}").geturl()
 
     @classmethod
@@ -164,7 +166,35 @@ class ContainerRuntime(ShellRuntime):
         command = [*self._get_engine().command, "exec"]
         if self.config.user is not None:
             command += ["--user", self.config.user]
-        await process.start(command, self._get_container().name, args, env, stdin)
+        await process.start(
+            command, self._get_container().name, args, env, stdin, prepend_path=self.config.prepend_path
+        )
+
+    async def _start_proxy(self) -> None:
+        """Start the proxy to the allowed hosts, and set the variables by which programs find it."""
+        proxy = HostProxy(self.config.allow_hosts)
+        port = await self._start_forward(proxy)
+        self._proxy = proxy
+        self._variables |= build_proxy_variables(port)
+
+    async def _start_forward(self, forward: PortForward) -> int:
+        """Start a forward with a listening socket in the container's network; return its port there."""
+        pid = int(await self._inspect("{{.State.Pid}}"))
+        try:
+            listener = await open_listener(pid, self._get_container().name)
+        except OSError as error:
+            raise ConfigInvalid(
+                f"a socket cannot be opened in the network of a container, through which programs reach the gateway: "
+                f"{error}; is {self._get_engine().name} on this machine, and is this user allowed?"
+            ) from error
+        await forward.start(listener)
+        return listener.getsockname()[1]
+
+    async def _close_forwards(self) -> None:
+        forwards, self._forward, self._proxy = (self._forward, self._proxy), None, None
+        for forward in forwards:
+            if forward is not None:
+                await forward.close()
 
     async def _make_workdir(self, workdir: str) -> ExecResult:
         """Create the work directory as root: the user of the image may not be allowed to."""
@@ -191,7 +221,10 @@ class ContainerRuntime(ShellRuntime):
         await fetch_image(engine, image, self.config)  # apart from the start, which must not be interrupted
         container = _Container(f"{NAME_PREFIX}{owner}", image, limits)
         command = ["run", "--detach", "--name", container.name, "--hostname", "sandbox"]
-        command += ["--label", f"{MACHINE_LABEL}={get_machine_id()}"]
+        for label, value in {**self.config.labels, MACHINE_LABEL: get_machine_id()}.items():
+            command += ["--label", f"{label}={value}"]
+        for source, target in self.config.read_only_paths:
+            command += ["--volume", f"{source}:{target}:ro"]
         command += ["--network", self.config.network, "--security-opt", "no-new-privileges", "--entrypoint", "sh"]
         command += [
             "--pull",
@@ -202,6 +235,8 @@ class ContainerRuntime(ShellRuntime):
         ]
         if engine.name == "podman":
             command.append("--http-proxy=false")  # their addresses may hold a password
+        if self.config.max_starts_per_second is not None:
+            await wait_for_start(self.config.max_starts_per_second)
         command_end = [*self.config.engine_args, image, "-c", IDLE_SCRIPT, container.name]
         self._container = container
         start = asyncio.create_task(_run_with_profile(engine, command, command_end))
@@ -221,6 +256,7 @@ class ContainerRuntime(ShellRuntime):
         container = self._container
         if container is None:
             return
+        await self._close_forwards()
         processes, self._processes = self._processes, []
         try:
             for process in processes:

@@ -83,6 +83,15 @@ def find_gateway_problem(engine: ContainerEngine, config: ContainerRuntimeConfig
     return None
 
 
+def find_local_problem(engine: ContainerEngine, config: ContainerRuntimeConfig) -> str | None:
+    """Return why the hosts or the paths of the configuration cannot be reached from containers, None if they can."""
+    if config.allow_hosts and (problem := find_gateway_problem(engine, config)):
+        return f"allow_hosts cannot be used: {problem}"
+    if config.read_only and not engine.is_local:
+        return f"read_only names paths of this machine, but the containers are on {engine.host}"
+    return None
+
+
 def get_option_names(engine_args: Sequence[str]) -> Iterator[str]:
     """Yield the names of the options in arguments, without their values."""
     for argument in engine_args:
@@ -113,6 +122,8 @@ def _find_network_problem(engine: ContainerEngine, config: ContainerRuntimeConfi
     """Return why programs may reach more than the gateway, None if they cannot."""
     if config.network != "none":
         return f"network is {config.network!r}; set it to 'none'"
+    if config.allow_hosts:
+        return f"allow_hosts lets programs reach {', '.join(config.allow_hosts)}"
     if engine.name == "docker":
         major = str(info.get("ServerVersion", "")).split(".")[0]
         is_new = major.isdigit() and int(major) >= SAFE_DOCKER_VERSION

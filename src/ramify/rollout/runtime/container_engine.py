@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -32,16 +33,26 @@ class ContainerProcess(ShellProcess):
     _streams: "_ExecStreams | None" = None
 
     async def start(
-        self, command: Sequence[str], container: str, args: Sequence[str], env: Mapping[str, str], stdin: bytes | None
+        self,
+        command: Sequence[str],
+        container: str,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        stdin: bytes | None,
+        *,
+        prepend_path: Sequence[str] = (),
     ) -> None:
         """Run `sh` with these arguments in a container. `command`: the engine's `exec` command.
+
+        Directories of `prepend_path` come before those in the PATH of the image.
 
         Values of environment variables are passed in variables of other names: the program's own names, such as PATH,
         would change the engine's command, and its arguments are visible to every user of the machine.
         """
         has_stdin = stdin is not None or self.is_interactive
         names = {f"{VARIABLE_PREFIX}{index}": name for index, name in enumerate(env)}
-        exports = "".join(f'export {name}="${alias}"; unset {alias}\n' for alias, name in names.items())
+        exports = f"export PATH={shlex.quote(':'.join(prepend_path))}:$PATH\n" if prepend_path else ""
+        exports += "".join(f'export {name}="${alias}"; unset {alias}\n' for alias, name in names.items())
         argv = [*command, *(["--interactive"] if has_stdin else []), *(f"--env={alias}" for alias in names)]
         option, script, *rest = args
         transport, streams = await asyncio.get_running_loop().subprocess_exec(

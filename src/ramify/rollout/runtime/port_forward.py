@@ -54,11 +54,17 @@ class PortForward:
             task.add_done_callback(self._tasks.discard)
             with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):  # only `close` cancels it
                 async with asyncio.timeout(CONNECT_TIMEOUT):
-                    target_reader, target_writer = await asyncio.open_connection(self._host, self._port)
+                    target_reader, target_writer = await self._open_target(reader, writer)
                 with contextlib.closing(target_writer):
                     async with asyncio.TaskGroup() as group:
                         group.create_task(_copy(reader, target_writer, self._rate_limit))
                         group.create_task(_copy(target_reader, writer))
+
+    async def _open_target(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return a connection to the target of an accepted connection. Raises OSError if there is none."""
+        return await asyncio.open_connection(self._host, self._port)
 
 
 class _RateLimit:

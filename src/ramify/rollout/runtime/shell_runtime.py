@@ -39,6 +39,7 @@ class ShellRuntime(Runtime):
         self._processes: list[ShellProcess] = []  # may contain exited ones
         self._files: ShellFiles | None = None
         self._kept_workdir: Path | None = None
+        self._variables = {"TMPDIR": "/tmp"}  # of every program, besides the configured ones
 
     @property
     def workdir(self) -> Path:
@@ -67,7 +68,7 @@ class ShellRuntime(Runtime):
     ) -> ShellProcess:
         """Start a program in the sandbox, with the environment of its image and the configured variables."""
         argv = build_argv(command)
-        variables = {"TMPDIR": "/tmp", **self.config.env, **(env or {})}
+        variables = {**self._variables, **self.config.env, **(env or {})}
         check_variables(variables)
         process = self._make_process(self.config.max_output_bytes, self._kill_marked, interactive=interactive)
         await self._start_process(process, argv, variables, str(self._workdir / (cwd or "")), stdin)
