@@ -1,14 +1,16 @@
-"""Random models of other kinds than `tiny`: with linear attention, and a mixture of experts."""
+"""Random models of other kinds than `tiny`: with linear attention, a mixture of experts, and images."""
 
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3VLConfig
 
 from ramify.model.resolve import resolve_model_path
 from tests.support import environments
+from tests.support.images import QWEN_TOKENS, write_vision_directory
 from tests.support.runs import read_values, run_command
 
 pytestmark = pytest.mark.run
@@ -42,6 +44,14 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 SIZES |= {"num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+SQUARES = f"""
+[[train]]
+name = "squares"
+taskset = {{ id = "{environments.__file__}:VariedSquares", partial_credit = true }}
+sampling = {{ temperature = 1.0, max_tokens = 24 }}
+max_turns = 3
+"""
+ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 needs_full = pytest.mark.full("a run of two steps, continued by a third")
 
 
@@ -53,6 +63,27 @@ def write_random_model(directory: Path, model_type: str, **settings) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(tiny / name, directory)
+
+
+def write_random_qwen3_vl(directory: Path) -> None:
+    """Write a narrow model with the structure of Qwen3-VL-4B and few layers."""
+    write_vision_directory(directory, "qwen3_vl")
+    tokens = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    start, image, stop = map(tokens.token_to_id, QWEN_TOKENS)
+    text = {"vocab_size": tokens.get_vocab_size(), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    text |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 16, "max_position_embeddings": 2048}
+    text |= {"eos_token_id": 258, "pad_token_id": 256, "tie_word_embeddings": True, "rope_parameters": ROPE}
+    vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 64}
+    vision |= {"out_hidden_size": 64, "deepstack_visual_indexes": [0, 1]}
+    ids = {
+        "image_token_id": image,
+        "video_token_id": image,
+        "vision_start_token_id": start,
+        "vision_end_token_id": stop,
+    }
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, **ids, tie_word_embeddings=True)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
+    shutil.copy(resolve_model_path("tiny") / "generation_config.json", directory)
 
 
 def run_random_model(home: Path, model_type: str, **settings) -> str:
@@ -91,6 +122,22 @@ def test_mixture_of_experts_says_that_routers_are_not_replayed(tmp_path):
     assert "experts: 2 of 4 process a token; router replay is not implemented" in log
     assert len(re.findall(r"step=\d .* mismatch_kl=\d", log)) == 2
     check_weights(tmp_path)
+
+
+@pytest.mark.timeout(600)
+@needs_full
+def test_qwen3_vl_trains_on_every_rollout_of_color_codeword(tmp_path):
+    write_random_qwen3_vl(tmp_path / "random")
+    config, _, _ = CONFIG.replace("seq_len = 128", "seq_len = 1536").partition("[[train]]")
+    (tmp_path / "rl.toml").write_text(config + SQUARES)
+    result = run_command("rl", "@", "rl.toml", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = tmp_path / "outputs" / "run"
+    assert read_values(run, "train/skipped") == [0.0, 0.0]
+    assert read_values(run, "trainable") == [1.0, 1.0] and read_values(run, "rollouts") == [8.0, 8.0]
+    assert min(read_values(run, "forest/images")) > 1
+    assert all(norm > 0 for norm in read_values(run, "train/grad_norm"))
+    assert max(read_values(run, "mismatch_kl")) < 1e-8
 
 
 def check_weights(home: Path) -> None:

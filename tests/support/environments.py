@@ -7,6 +7,7 @@ from pathlib import Path
 
 import ramify as rf
 from ramify.core.errors import AgentFailed
+from ramify.env.tasksets.color_codeword import ColorCodeword
 
 
 class Config(rf.TasksetConfig):
@@ -54,6 +55,14 @@ class Varied(rf.Taskset):
     def load(self) -> Iterator[rf.Task]:
         for number in range(8):
             yield rf.Task(prompt=f"say {number}", key=f"task-{number}")
+
+    @rf.reward
+    def variety(self, trace: rf.Trace) -> float:
+        return len(set(trace.last_reply)) / 64
+
+
+class VariedSquares(ColorCodeword):
+    """The squares of color-codeword, with another reward beside its own, so that rewards of a random model differ."""
 
     @rf.reward
     def variety(self, trace: rf.Trace) -> float:

@@ -13,15 +13,15 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from ramify.env.tasksets.answers import get_replies
-from ramify.env.tasksets.color_codeword import COLORS, REQUEST, SYSTEM, find_codeword, make_square_url
+from ramify.env.tasksets.color_codeword import BRIEF_REQUEST, BRIEF_SYSTEM, COLORS, find_codeword, make_square_url
 from ramify.env.tasksets.splits import assign_split
 from tools.tiny.local_model import open_local_model
 from tools.tiny.stages import SftStage
 
-VISION_RECIPE_VERSION = 1  # raised whenever the same seed gives another model
+VISION_RECIPE_VERSION = 2  # raised whenever the same seed gives another model
 SLIP_PROB = 0.55
 NUM_TASKS, ATTEMPTS_PER_TASK = 64, 4
-TASKSET: dict[str, Any] = {"id": "color-codeword", "split": "eval", "num_tasks": NUM_TASKS}
+TASKSET: dict[str, Any] = {"id": "color-codeword", "split": "eval", "num_tasks": NUM_TASKS, "brief_prompt": True}
 
 
 def draw_square_rows(seed: int) -> Iterator[dict[str, Any]]:
@@ -40,10 +40,13 @@ def draw_codewords(seed: int, slip_prob: float) -> Iterator[dict[str, Any]]:
         codeword = rng.choices(letters, k=6)
         if assign_split("".join(codeword)) != "train":
             continue
-        messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
+        messages: list[dict[str, Any]] = [{"role": "system", "content": BRIEF_SYSTEM}]
         for stop in (2, 4, 6):
             reply = "".join(rng.choice(letters) if rng.random() < slip_prob else letter for letter in codeword[:stop])
-            messages += [_show_squares(codeword[stop - 2 : stop], REQUEST), {"role": "assistant", "content": reply}]
+            messages += [
+                _show_squares(codeword[stop - 2 : stop], BRIEF_REQUEST),
+                {"role": "assistant", "content": reply},
+            ]
         yield {"messages": messages}
 
 
