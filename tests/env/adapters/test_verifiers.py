@@ -1,6 +1,9 @@
 """The adapter of verifiers, without the package. `make test-envs` runs it with the package."""
 
+import asyncio
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -8,8 +11,19 @@ import ramify as rf
 from ramify.core.errors import ConfigInvalid, ProviderError
 from ramify.env import collect_hooks
 from ramify.env.adapters.refusals import find_policy_refusal
-from ramify.env.adapters.verifiers.environment import add_reward_hooks, keep_plain_fields, to_plain_row
-from ramify.env.adapters.verifiers.v1 import average_scores, get_only_agent
+from ramify.env.adapters.verifiers import NOT_TRAINABLE, Verifiers, VerifiersConfig
+from ramify.env.adapters.verifiers.environment import (
+    FinishedRollout,
+    VerifiersEnvironment,
+    add_reward_hooks,
+    keep_plain_fields,
+    to_plain_row,
+)
+from ramify.env.adapters.verifiers.v1 import average_scores, find_policy_agents
+from ramify.infer.gateway import Gateway
+from ramify.rollout import run_attempt
+from tests.rollout.test_train_calls import complete
+from tests.support.attempts import TASK, load_env, scripted_policy
 
 
 def test_rewards_and_metrics_become_hooks_by_name():
@@ -21,10 +35,54 @@ def test_rewards_and_metrics_become_hooks_by_name():
     assert not collect_hooks(rf.Taskset()).rewards  # other tasksets have none of them
 
 
-def test_only_agent_may_have_any_name_and_several_are_refused():
-    assert get_only_agent("code-golf", ["golfer"]) == "golfer"
-    with pytest.raises(ConfigInvalid, match="kuhn-poker has the agents first, second; expected one"):
-        get_only_agent("kuhn-poker", ["first", "second"])
+def test_the_policy_plays_the_agents_without_a_client_of_their_own():
+    policy, pinned = SimpleNamespace(client=None), SimpleNamespace(client="elsewhere")
+    assert find_policy_agents("kuhn-poker", {"first": policy, "second": policy, "judge": pinned}) == ["first", "second"]
+    with pytest.raises(ConfigInvalid, match="every agent of judged has a client of its own"):
+        find_policy_agents("judged", {"judge": pinned})
+
+
+class Duel(VerifiersEnvironment):
+    """Stands in for an environment with two agents, of which one is not trained."""
+
+    generation = "v1"
+    weights: ClassVar = {"reward": 1.0}
+    agents = ("player", "house")
+
+    def iter_tasks(self, split: str) -> Iterator[rf.Task]:
+        yield TASK
+
+    async def run(self, task: rf.Task, agents: Sequence[rf.RolloutAgent]) -> list[FinishedRollout]:
+        for agent in agents:
+            await complete(agent.endpoint, [{"role": "user", "content": f"move, {agent.trace.agent}"}])
+        return [
+            FinishedRollout("won", {"reward": 2.0}, {"moves": 1.0}),
+            FinishedRollout("lost", {"reward": -2.0}, is_trainable=False),
+        ]
+
+
+class DuelsConfig(VerifiersConfig):
+    env: str = "duel"
+
+
+class Duels(Verifiers):
+    config: DuelsConfig
+
+    def __init__(self, config: DuelsConfig) -> None:
+        super().__init__(config, Duel())
+
+
+async def test_each_of_several_agents_has_a_trace_with_its_own_scores():
+    async with asyncio.timeout(60), Gateway() as gateway:
+        policy = scripted_policy(["a", "b"])
+        player, house = (await run_attempt(load_env(Duels), TASK, policy=policy, gateway=gateway, id="r1")).traces
+    assert [(trace.agent, trace.reward, trace.stop) for trace in (player, house)] == [
+        ("player", 2.0, "won"),
+        ("house", -2.0, "lost"),
+    ]
+    assert player.metrics["moves"] == 1.0 and "moves" not in house.metrics
+    assert [trace.nodes[trace.sampled_nodes[0]].is_trainable for trace in (player, house)] == [True, False]
+    assert house.info["untrained"][0]["reason"] == NOT_TRAINABLE
 
 
 def test_scores_of_several_runs_of_the_agent_are_averaged():
@@ -34,7 +92,7 @@ def test_scores_of_several_runs_of_the_agent_are_averaged():
         )
         for score in (0.0, 1.0)
     ]
-    assert average_scores(traces, {"right": 1.0, "skipped": 1.0, "seconds": 0.0}) == {"right": 0.5, "seconds": 1.0}
+    assert average_scores(traces) == {"right": 0.5, "seconds": 1.0}
 
 
 def test_group_rewards_become_group_hooks_by_name():

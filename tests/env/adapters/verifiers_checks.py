@@ -16,9 +16,9 @@ NUM_STEPS = 3
 COMPARE_DEADLINE = 900  # seconds
 
 
-def make_importable(folder: str) -> None:
-    """Let the interpreters that are started from now on import the environments in a folder beside this file."""
-    os.environ["PYTHONPATH"] = f"{HERE / folder}:{HERE.parents[1]}"
+def make_importable(*folders: str) -> None:
+    """Let the interpreters that are started from now on import the environments in folders beside this file."""
+    os.environ["PYTHONPATH"] = ":".join(map(str, [*(HERE / folder for folder in folders), HERE.parents[1]]))
 
 
 def compare_rewards(python: Path, script: str, names: Sequence[str]) -> dict[str, Any]:

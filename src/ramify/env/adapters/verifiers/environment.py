@@ -3,7 +3,7 @@
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -47,7 +47,8 @@ def _dump_model(value: Any) -> Any:
 
 # Rewards and metrics whose names are known only when an environment is loaded, as hooks of a taskset.
 
-SCORES_KEY = "scores"  # the attribute of `state` with the scores by name
+SCORES_KEY = "scores"  # the attribute of `state` with the scores by the agent's name, then by name
+TOTAL = "reward"  # the one reward of an environment whose rewards have no names that are known before a rollout
 
 
 def add_reward_hooks(taskset: rf.Taskset, weights: Mapping[str, float], *, from_group: bool) -> None:
@@ -68,8 +69,8 @@ def _get_hook_name(taskset: rf.Taskset, name: str) -> str:
 
 
 def _make_hook(name: str, weight: float) -> Callable[..., Any]:
-    def read_score(self: rf.Taskset, state: SimpleNamespace) -> float:
-        scores: dict[str, float] = getattr(state, SCORES_KEY, {})
+    def read_score(self: rf.Taskset, state: SimpleNamespace, trace: rf.Trace) -> float:
+        scores: Mapping[str, float] = getattr(state, SCORES_KEY, {}).get(trace.agent, {})
         if name not in scores:
             raise EnvironmentFault(f"the environment returned no score {name!r}; it has {', '.join(scores) or 'none'}")
         return scores[name]
@@ -87,14 +88,20 @@ def _make_group_hook(name: str, weight: float) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRollout:
-    """A rollout of verifiers: the stop reason, the scores and metrics by name, and its state as plain data.
+    """A rollout of one agent of verifiers.
 
-    `scores` is None if the rollout is scored later, with its group.
+    - `stop`: the stop reason.
+    - `scores`: the scores by name, one for each of `weights`; None if the rollout is scored later, with its group.
+    - `metrics`: further scores by name, which are only reported.
+    - `state`: its state as plain data.
+    - `is_trainable`: whether the environment allows to train the agent.
     """
 
     stop: str
     scores: Mapping[str, float] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     state: dict[str, Any] = field(default_factory=dict[str, Any])
+    is_trainable: bool = True
 
 
 class VerifiersEnvironment(ABC):
@@ -102,12 +109,14 @@ class VerifiersEnvironment(ABC):
 
     - `generation`: "v0" or "v1".
     - `weights`: the weights of its rewards by name; 0 for metrics.
+    - `agents`: the names of the agents that the policy plays.
     - `scores_groups`: whether its rewards see all attempts at a task.
     - `ignored_sampling`: its own sampling parameters, which the source's parameters replace.
     """
 
     generation: ClassVar[str]
     weights: Mapping[str, float]
+    agents: Sequence[str] = ("agent",)
     scores_groups: bool = False
     ignored_sampling: Mapping[str, Any] = {}
 
@@ -116,8 +125,11 @@ class VerifiersEnvironment(ABC):
         """Yield the tasks of a split, or of the only split that it has."""
 
     @abstractmethod
-    async def run(self, task: rf.Task, endpoint: rf.Endpoint, trace: rf.Trace) -> FinishedRollout:
-        """Run one rollout with its model calls to the endpoint, and score it."""
+    async def run(self, task: rf.Task, agents: Sequence[rf.RolloutAgent]) -> list[FinishedRollout]:
+        """Run one rollout, in which each of `self.agents` calls its own endpoint, and score it.
+
+        Return the results in the same order.
+        """
 
     async def score_group(self, tasks: list[rf.Task], states: list[dict[str, Any]]) -> list[dict[str, float]]:
         """Return the scores of all attempts at a task, from their states as plain data."""

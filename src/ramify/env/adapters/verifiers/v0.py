@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -18,13 +18,13 @@ from ramify.core.errors import ConfigInvalid, EnvironmentFault, RamifyError
 from ramify.core.errors.origin import describe_exception
 from ramify.env.adapters.refusals import find_policy_refusal, import_package
 from ramify.env.adapters.verifiers.environment import (
+    TOTAL,
     FinishedRollout,
     VerifiersEnvironment,
     keep_plain_fields,
     to_plain_row,
 )
 
-TOTAL = "reward"  # the one reward of a rubric whose functions cannot be told apart
 DEFAULT_SAMPLING = ("n", "extra_body")  # what verifiers sets without being asked
 # Kept for group rewards; the rest of a state is objects of the loop.
 STATE_FIELDS = ("completion", "is_truncated", "stop_condition")
@@ -75,18 +75,20 @@ class V0Environment(VerifiersEnvironment):
             prompt = fields.pop("prompt")
             yield V0Task(prompt=prompt if isinstance(prompt, str) else tuple(prompt), row=fields)
 
-    async def run(self, task: rf.Task, endpoint: rf.Endpoint, trace: rf.Trace) -> FinishedRollout:
+    async def run(self, task: rf.Task, agents: Sequence[rf.RolloutAgent]) -> list[FinishedRollout]:
         """Run the environment's `rollout` and its rubric."""
+        (agent,) = agents
+        endpoint, trace = agent.endpoint, agent.trace
         async with self._open_client(endpoint) as client:
             state = await self._env.rollout(self._build_input(task), client, endpoint.model, {})
         stop = self._find_stop(state, trace)
         plain_state = _get_plain_state(state)
         if self.scores_groups:
-            return FinishedRollout(stop, state=plain_state)
+            return [FinishedRollout(stop, state=plain_state)]
         with _raise_noted_errors():
             await self._env.rubric.score_rollout(state)
         await self._env.rubric.cleanup(state)
-        return FinishedRollout(stop, self._get_scores(state), plain_state)
+        return [FinishedRollout(stop, self._get_scores(state), state=plain_state)]
 
     async def score_group(self, tasks: list[rf.Task], states: list[dict[str, Any]]) -> list[dict[str, float]]:
         """Score states that are built again from plain data, all attempts at one task together."""

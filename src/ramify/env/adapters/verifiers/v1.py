@@ -1,21 +1,22 @@
-"""Environments of verifiers from 0.4 on: a taskset whose tasks score themselves, and an agent with a harness.
+"""Environments of verifiers from 0.4 on: a taskset whose tasks score themselves, and agents with harnesses.
 
-Verifiers' own client forwards each call of the harness to the rollout's endpoint. Every rollout has its own `Env`
-object, because an `Env` holds the servers of one rollout at a time.
+Verifiers' own client forwards each call of a harness to the endpoint of its agent. Every rollout has its own `Env`
+object, because an `Env` holds the servers of one rollout at a time. A plain taskset names its rewards. An environment
+with a class of its own adds rewards while it runs, so its one reward here is the total, and the parts are metrics.
 """
 
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.env.adapters.refusals import find_policy_refusal, import_package
-from ramify.env.adapters.verifiers.environment import FinishedRollout, VerifiersEnvironment, keep_plain_fields
+from ramify.env.adapters.verifiers.environment import TOTAL, FinishedRollout, VerifiersEnvironment, keep_plain_fields
 
 LOCAL_RUNTIME = {"type": "subprocess"}  # of the agent, instead of a remote sandbox
 UNUSED_KEY_VARIABLE = "RAMIFY_NO_API_KEY"  # the rollout's key is in a header
@@ -28,23 +29,26 @@ class V1Task(rf.Task):
 
 
 class V1Environment(VerifiersEnvironment):
-    """A taskset of v1 with one agent."""
+    """A taskset of v1, and the environment that lets agents work on its tasks."""
 
     generation = "v1"
 
-    def __init__(self, env_id: str, args: dict[str, Any], agent: dict[str, Any]) -> None:
+    def __init__(self, env_id: str, args: dict[str, Any], agent: dict[str, Any], options: dict[str, Any]) -> None:
         self._vf: Any = import_package("verifiers.v1", "verifiers", "verifiers")
         loaders: Any = import_package("verifiers.v1.utils.loaders", "verifiers", "verifiers")
-        agents: Any = import_package("verifiers.v1.configs.agent", "verifiers", "verifiers")
-        table = {"taskset": {**args, "id": env_id}}
+        configs: Any = import_package("verifiers.v1.configs.agent", "verifiers", "verifiers")
+        table = {**options, "taskset": {**args, "id": env_id}}
         try:
-            role = get_only_agent(env_id, list(agents.agent_config_fields(loaders.resolve_env_config(table))))
-            self._config: Any = loaders.resolve_env_config({**table, role: {"runtime": LOCAL_RUNTIME, **agent}})
-            self._env_class: Any = loaders.environment_class(env_id, "")
+            names = configs.agent_config_fields(loaders.resolve_env_config(table))
+            overrides = {name: {"runtime": LOCAL_RUNTIME, **agent, **options.get(name, {})} for name in names}
+            self._config: Any = loaders.resolve_env_config({**table, **overrides})
+            self._env_class: Any = loaders.environment_class(env_id, options.get("id", ""))
             self._tasks = _LazyTasks(iter(self._env_class(self._config).taskset))
         except (ImportError, TypeError, ValueError) as error:  # a pydantic error is a ValueError
             raise ConfigInvalid(f"{env_id} cannot be loaded in {sys.prefix}: {error}", key="taskset.env") from error
-        self.weights = _find_weights(self._tasks.get(0))
+        self._names_rewards = self._env_class is loaders.SingleAgentEnv
+        self.weights = _find_weights(self._tasks.get(0)) if self._names_rewards else {TOTAL: 1.0}
+        self.agents = find_policy_agents(env_id, configs.agent_config_fields(self._config))
         self.ignored_sampling = agent.get("sampling", {})
         _add_interpreter_to_path()
 
@@ -56,60 +60,90 @@ class V1Environment(VerifiersEnvironment):
             yield V1Task(prompt=prompt, system=system, key=task.key, index=index)
             index += 1
 
-    async def run(self, task: rf.Task, endpoint: rf.Endpoint, trace: rf.Trace) -> FinishedRollout:
+    async def run(self, task: rf.Task, agents: Sequence[rf.RolloutAgent]) -> list[FinishedRollout]:
         """Run one episode of the environment, which scores itself."""
         vf_task = self._tasks.get(cast(V1Task, task).index)
         if vf_task is None:
             raise EnvironmentFault(f"the taskset has no task {task.identity}")
-        env = self._env_class(self._config)
+        clients = {name: _make_client(agent.endpoint) for name, agent in zip(self.agents, agents, strict=True)}
+        env = self._env_class(_set_clients(self._config, clients))
         async with env.serving():
-            episode = await env.run_episode(vf_task, self._make_context(endpoint))
+            episode = await env.run_episode(vf_task, self._make_context(agents[0].endpoint, clients[self.agents[0]]))
         if not episode.traces:
             raise EnvironmentFault(_describe_errors(episode.errors))
         vf_traces: list[Any] = list(episode.traces)
-        stop = str(vf_traces[-1].stop_condition or "done")
-        if not episode.ok:
-            refusal = find_policy_refusal(trace)
-            if refusal is None:
-                errors = [error for vf_trace in vf_traces for error in vf_trace.errors]
-                raise EnvironmentFault(_describe_errors([*errors, *episode.errors]))
-            stop = refusal
+        refusals = [None if episode.ok else find_policy_refusal(agent.trace) for agent in agents]
+        if not episode.ok and not any(refusals):
+            errors = [error for vf_trace in vf_traces for error in vf_trace.errors]
+            raise EnvironmentFault(_describe_errors([*errors, *episode.errors]))
+        if not episode.ok and self._names_rewards:
             for vf_trace in vf_traces:
                 await vf_task.score(vf_trace)  # verifiers does not score a rollout whose model call failed
-        return FinishedRollout(stop, average_scores(vf_traces, self.weights), keep_plain_fields(vf_traces[-1].info))
+        return [
+            self._build_result([vf_trace for vf_trace in vf_traces if vf_trace.agent.name == name], refusal)
+            for name, refusal in zip(self.agents, refusals, strict=True)
+        ]
 
-    def _make_context(self, endpoint: rf.Endpoint) -> Any:
-        clients: Any = import_package("verifiers.v1.clients", "verifiers", "verifiers")
-        configs: Any = import_package("verifiers.v1.configs.client", "verifiers", "verifiers")
-        client = configs.EvalClientConfig(
-            base_url=endpoint.base_url, api_key_var=UNUSED_KEY_VARIABLE, headers={"x-api-key": endpoint.api_key}
+    def _build_result(self, vf_traces: list[Any], refusal: str | None) -> FinishedRollout:
+        """Return the result of one agent, from the traces of all its runs."""
+        scores = average_scores(vf_traces)
+        if not self._names_rewards:
+            metrics, scores = scores, {TOTAL: _mean([vf_trace.reward for vf_trace in vf_traces])}
+        else:
+            metrics, scores = {}, {name: scores[name] for name in self.weights if name in scores}
+        last = vf_traces[-1] if vf_traces else None
+        return FinishedRollout(
+            refusal or str((last and last.stop_condition) or "done"),
+            scores,
+            metrics,
+            keep_plain_fields(last.info) if last else {},
+            is_trainable=all(vf_trace.agent.trainable for vf_trace in vf_traces),
         )
+
+    def _make_context(self, endpoint: rf.Endpoint, client: Any) -> Any:
+        clients: Any = import_package("verifiers.v1.clients", "verifiers", "verifiers")
         return clients.ModelContext(model=endpoint.model, client=client)
 
 
-def get_only_agent(env_id: str, roles: list[str]) -> str:
-    """Return the name of an environment's agent, which the policy plays. Raises ConfigInvalid unless it has one."""
-    if len(roles) != 1:
-        agents = f"the agents {', '.join(roles)}" if roles else "no agent"
-        raise ConfigInvalid(
-            f"taskset.env: {env_id} has {agents}; expected one, because a rollout trains one policy on one reward"
-        )
-    return roles[0]
+def find_policy_agents(env_id: str, agents: Mapping[str, Any]) -> list[str]:
+    """Return the names of the agents that the policy plays: those without a client of their own.
+
+    Raises ConfigInvalid if there are none.
+    """
+    names = [name for name, agent in agents.items() if agent.client is None]
+    if not names:
+        raise ConfigInvalid(f"every agent of {env_id} has a client of its own; expected one without", key="taskset.env")
+    return names
 
 
-def average_scores(vf_traces: list[Any], weights: Mapping[str, float]) -> dict[str, float]:
-    """Return the rewards and metrics of an episode by name.
+def average_scores(vf_traces: list[Any]) -> dict[str, float]:
+    """Return the rewards and metrics of an agent by name.
 
-    Some environments run their agent several times in an episode, which is one rollout here: each score is the mean.
+    Some environments run an agent several times in an episode, which is one rollout here: each score is the mean.
     """
     values: dict[str, list[float]] = {}
     for vf_trace in vf_traces:
         scores = {name: reward.score for name, reward in vf_trace.rewards.items() if reward is not None}
         scores |= {name: value for name, value in vf_trace.metrics.items() if value is not None}
-        for name in weights:
-            if name in scores:
-                values.setdefault(name, []).append(float(scores[name]))
-    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+        for name, score in scores.items():
+            values.setdefault(name, []).append(float(score))
+    return {name: _mean(numbers) for name, numbers in values.items()}
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+def _make_client(endpoint: rf.Endpoint) -> Any:
+    configs: Any = import_package("verifiers.v1.configs.client", "verifiers", "verifiers")
+    headers = {"x-api-key": endpoint.api_key}
+    return configs.EvalClientConfig(base_url=endpoint.base_url, api_key_var=UNUSED_KEY_VARIABLE, headers=headers)
+
+
+def _set_clients(config: Any, clients: Mapping[str, Any]) -> Any:
+    """Return the configuration of an environment with these clients of its agents."""
+    agents = {name: getattr(config, name).model_copy(update={"client": client}) for name, client in clients.items()}
+    return config.model_copy(update=agents)
 
 
 class _LazyTasks:
