@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from ramify.model import graph_rewrites
-from ramify.model.graph_rewrites import KERNEL_SOURCE_HASH, apply_rewrites, build_compile_backend
+from ramify.model.graph_rewrites import KERNEL_SOURCE_HASH, apply_rewrites, build_compile_backend, compile_module
 from ramify.model.tree_attention import ATTENTION_NAME, TreeMask
 from ramify.train.losses import load_loss
 from ramify.train.policy_model import load_policy
@@ -73,7 +73,7 @@ def run_layer(config: PretrainedConfig, dtype: torch.dtype, replacements: list[i
     layer = model.model.layers[0]
     if replacements is not None:
         torch._dynamo.reset()
-        layer.compile(backend=backend, dynamic=False)
+        compile_module(layer, backend)
     ids = torch.arange(TOKENS, device=DEVICE)[None]
     output = model.model(input_ids=ids, position_ids=ids, use_cache=False, tree_mask=causal_mask(DEVICE))
     hidden = output.last_hidden_state

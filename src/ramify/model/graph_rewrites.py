@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo import lookup_backend
 from torch.fx.passes.utils.matcher_utils import InternalMatch
 from torch.fx.subgraph_rewriter import replace_pattern_with_filters
@@ -50,6 +50,12 @@ def build_compile_backend(config: Any) -> CompileBackend:
             return inductor(graph, inputs)
 
     return compile_graph
+
+
+def compile_module(module: nn.Module, backend: CompileBackend | str) -> None:
+    """Compile a module once for inputs of all lengths. Numbers such as a norm's epsilon stay constants of the graph."""
+    torch._dynamo.config.specialize_float = True
+    module.compile(backend=backend, dynamic=True)
 
 
 def apply_rewrites(graph: fx.GraphModule, config: Any) -> int:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ramify.core.errors import EngineIncompatible, ModelUnsupported, RamifyError
 from ramify.model.device_memory import is_out_of_memory
-from ramify.model.graph_rewrites import build_compile_backend
+from ramify.model.graph_rewrites import build_compile_backend, compile_module
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
 from ramify.model.lora import disable_adapters
@@ -265,10 +265,9 @@ def compile_layers(policy: PolicyModel) -> None:
     """Compile each layer, and the norm behind them, once for all lengths. Layers of one kind share the code."""
     decoder = policy.model.get_decoder()
     norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
-    is_forest = policy.layout is PackLayout.FOREST
-    settings: dict[str, Any] = {"backend": build_compile_backend(decoder.config)} if is_forest else {}
+    backend = build_compile_backend(decoder.config) if policy.layout is PackLayout.FOREST else "inductor"
     for module in (*policy.layers, *norms):
-        module.compile(dynamic=True, **settings)
+        compile_module(module, backend)
 
 
 def _disable_dropout(model: nn.Module) -> None:
