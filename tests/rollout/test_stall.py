@@ -14,7 +14,7 @@ from ramify.infer.client import ClientConfig, InferenceClient
 from ramify.infer.client.stall_clock import StallClock
 from ramify.infer.gateway import TokenPolicy
 from ramify.rollout import run_attempt
-from ramify.rollout.attempt import HarnessTimeout
+from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.trace import Trace
 from tests.support.attempts import TASK, OneTask, error_names, load_env
 from tests.support.engine import TINY, Exchange, ScriptedEngine, hang, respond, run_engine

@@ -7,6 +7,7 @@ connection, waits and closes it. The library is the extra `mcp` and is imported 
 
 import asyncio
 import contextlib
+import importlib.util
 import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
@@ -16,7 +17,7 @@ from pydantic import Field, model_validator
 from ramify.core.config import Config
 from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env.context import RolloutContext
-from ramify.env.tools import Tool, ToolContent, to_content
+from ramify.env.tools import TimedTool, Tool, ToolContent, ToolSet, to_content
 from ramify.infer.dialects.media import media_from_base64
 from ramify.trace import Media
 
@@ -54,6 +55,12 @@ class McpServerConfig(Config):
         return self
 
 
+def check_mcp_library() -> None:
+    """Raise ConfigInvalid if the MCP library is not installed."""
+    if importlib.util.find_spec("mcp") is None:
+        raise ConfigInvalid("MCP servers, and tools for programs, need the extra `mcp`: pip install 'ramify[mcp]'")
+
+
 class McpTool(Tool):
     """A tool of an MCP server."""
 
@@ -78,6 +85,19 @@ async def open_mcp_servers(servers: Mapping[str, McpServerConfig]) -> AsyncGener
         for connection in connections:
             stack.push_async_callback(connection.close)
         yield [tool for tools in await asyncio.gather(*(c.open() for c in connections)) for tool in tools]
+
+
+@contextlib.asynccontextmanager
+async def extend_tools(
+    tools: ToolSet, servers: Mapping[str, McpServerConfig], timeout: float | None
+) -> AsyncGenerator[ToolSet]:
+    """Yield the tools and the tools of these servers, with a time limit in seconds on each call if there is one."""
+    if not servers and timeout is None:
+        yield tools
+        return
+    async with open_mcp_servers(servers) as mcp_tools:
+        all_tools = (*tools.tools, *mcp_tools)
+        yield ToolSet(all_tools if timeout is None else [TimedTool(tool, timeout) for tool in all_tools])
 
 
 class _McpConnection:
@@ -139,12 +159,11 @@ class _McpConnection:
 
     @contextlib.asynccontextmanager
     async def _connect(self, log: TextIO) -> "AsyncGenerator[mcp.Client]":
-        try:
-            import httpx2
-            import mcp
-            from mcp.client.streamable_http import streamable_http_client
-        except ImportError as error:
-            raise ConfigInvalid("MCP servers need the extra `mcp`: pip install 'ramify[mcp]'") from error
+        check_mcp_library()
+        import httpx2
+        import mcp
+        from mcp.client.streamable_http import streamable_http_client
+
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
             if config.url is not None:

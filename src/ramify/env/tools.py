@@ -20,8 +20,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticSerializationError, to_json
 
+from ramify.core.async_calls import fail_after
 from ramify.core.config.schema import is_dict, is_list, is_tuple
-from ramify.core.errors import AgentFailed, ConfigInvalid, EnvironmentFault, RequestInvalid, SandboxError
+from ramify.core.errors import (
+    AgentFailed,
+    ConfigInvalid,
+    DeadlineExceeded,
+    EnvironmentFault,
+    RequestInvalid,
+    SandboxError,
+)
 from ramify.core.names import find_duplicates, find_similar
 from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters, run_in_hook_thread
@@ -129,6 +137,26 @@ class FunctionTool(Tool):
         else:
             result = await run_in_hook_thread(self._function, kwargs)
         return to_content(result, context)
+
+
+class TimedTool(Tool):
+    """Another tool with a time limit. The result of a call that takes longer than `timeout` seconds is an error."""
+
+    def __init__(self, tool: Tool, timeout: float) -> None:
+        self.name, self.schema, self.injected_parameters = tool.name, tool.schema, tool.injected_parameters
+        self._tool, self._timeout = tool, timeout
+
+    async def call(self, context: RolloutContext, arguments: Mapping[str, Any] | str) -> ToolContent:
+        """Run the tool and return its result, or an error if that takes too long."""
+        try:
+            async with fail_after(self._timeout, f"the tool {self.name!r}"):
+                return await self._tool.call(context, arguments)
+        except DeadlineExceeded as error:
+            return f"error: {error.name}: {error.message}"
+
+    async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
+        """Run the tool without a time limit."""
+        return await self._tool.execute(context, arguments)
 
 
 class ToolSet:

@@ -8,34 +8,36 @@ cancellation included, the runtime is stopped and the session closed before the 
 """
 
 import asyncio
+import contextlib
 import random
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ramify.core.async_calls import fail_after
 from ramify.core.errors import (
-    BudgetExceeded,
     ConfigInvalid,
     EngineIncompatible,
     EnvironmentFault,
     Failure,
     OperationInvalid,
-    ProviderError,
     RamifyError,
 )
 from ramify.core.seeds import derive_seed
 from ramify.env import RolloutAgent, RolloutContext, Task, ToolSet, User
-from ramify.infer.client.stall_clock import StallClock
+from ramify.env.mcp import extend_tools
 from ramify.infer.gateway.main_calls import find_side_calls
 from ramify.infer.gateway.policy import Policy
+from ramify.infer.gateway.served_tools import ServedTools
 from ramify.infer.gateway.session import RolloutSession
 from ramify.rollout.environment import Environment
 from ramify.rollout.harness.base import get_user_prompt_texts
+from ramify.rollout.harness_timeout import HarnessTimeout
 from ramify.rollout.prepared_runtimes import RetryingRuntime, collect_outputs, run_commands
 from ramify.rollout.rewards import (
     SCORING_STATE_KEY,
@@ -49,69 +51,6 @@ from ramify.trace.plain_data import to_plain
 
 if TYPE_CHECKING:
     from ramify.infer.gateway import Gateway
-
-# The timeout of an agent, which does not count the time that the agent waits for a stalled engine.
-#
-# Whether the engine makes progress is only known later, when its step counter is read again. So if the timeout passes
-# while the agent waits for the engine, the outcome depends on what is seen next:
-#
-#     timeout passes on the wall clock ----> progress, and no stall before it: BudgetExceeded
-#                                      \---> progress after a stall: the agent gets the time of the stall back
-#                                      \---> stalls reach `stall_timeout` seconds: ProviderError
-
-RECHECK_INTERVAL = 0.1  # seconds between two checks after the timeout has passed on the wall clock
-
-
-class HarnessTimeout:
-    """Raises BudgetExceeded after `timeout` seconds without stalls, ProviderError after `stall_timeout` seconds of
-    stalls.
-
-    Stalls before the block do not count. A TimeoutError that the block raises itself passes unchanged.
-    """
-
-    def __init__(self, timeout: float, stall_clock: StallClock, stall_timeout: float) -> None:
-        self._timeout, self._stall_clock, self._stall_timeout = timeout, stall_clock, stall_timeout
-        self._scope = asyncio.timeout(None)
-        self._started_at = 0.0
-        self._stalled_before = 0.0  # seconds
-        self._timer: asyncio.TimerHandle | None = None
-        self._failure: RamifyError | None = None
-
-    async def __aenter__(self) -> None:
-        await self._scope.__aenter__()
-        self._started_at, self._stalled_before = time.monotonic(), self._stall_clock.seconds
-        self._check()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        try:
-            await self._scope.__aexit__(kind, error, traceback)
-        except TimeoutError as timeout_error:
-            assert self._failure is not None
-            raise self._failure from timeout_error
-
-    def _check(self) -> None:
-        """End the block if its time is over; otherwise schedule the next check for the earliest time it could be."""
-        loop = asyncio.get_running_loop()
-        stalled = self._stall_clock.seconds - self._stalled_before
-        deadline = self._started_at + self._timeout + self._stall_clock.ended_seconds - self._stalled_before
-        if stalled >= self._stall_timeout:
-            self._failure = ProviderError(
-                f"the engine made no progress for {stalled:.1f} s while the agent waited for it; "
-                f"timeouts.engine_stall allows {self._stall_timeout:g} s: look at the engine's process and log"
-            )
-        elif self._stall_clock.known_until >= deadline:
-            uncounted = f", without {stalled:.1f} s in which the engine made no progress" if stalled else ""
-            self._failure = BudgetExceeded(f"harness took longer than {self._timeout:g} s{uncounted}")
-        if self._failure is not None:
-            self._scope.reschedule(loop.time())
-            return
-        delay = min(deadline - time.monotonic(), self._stall_timeout - stalled)
-        self._timer = loop.call_later(delay if delay > 0 else RECHECK_INTERVAL, self._check)
-
 
 # The trace of a further agent of a rollout.
 
@@ -326,9 +265,17 @@ class AttemptRunner:
 
     async def run_harness(self, tools: ToolSet, user: User | None) -> str:
         """Run the agent and return its stop reason."""
+        harness, stop_hooks = self.env.harness, self.env.hooks.stops
         self.session.is_agent_running = True
         try:
-            return await self.env.harness.run(self.context, self.session, tools, user, self.env.hooks.stops)
+            async with contextlib.AsyncExitStack() as stack:
+                config = harness.config
+                tools = await stack.enter_async_context(extend_tools(tools, config.mcp, config.tool_timeout))
+                if harness.requires_endpoint:
+                    run_tool = partial(tools.call, context=self.context)
+                    self.session.tools = ServedTools(self.trace, tools.schemas, run_tool)
+                    await stack.enter_async_context(self.session.tools)
+                return await harness.run(self.context, self.session, tools, user, stop_hooks)
         finally:
             for session in self.sessions:
                 session.is_agent_running = False

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import ramify as rf
 from ramify.infer.gateway import Gateway
 from tests.support.attempts import OneTask, load_env, run_one
 
@@ -27,13 +28,27 @@ print(json.dumps({"argv": sys.argv[1:], "stdin": sys.stdin.read(), "env": dict(o
 """
 
 
-async def run_preset(name: str, folder: Path, **harness: Any) -> tuple[dict[str, Any], str]:
+TOOL_FILES = {
+    "codex": [".codex/config.toml"],
+    "claude-code": [".claude.json"],
+    "opencode": [".config/opencode/config.json"],
+}
+
+
+class Adding(OneTask):
+    @rf.tool
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+
+async def run_preset(name: str, folder: Path, taskset=OneTask, **harness: Any) -> tuple[dict[str, Any], str]:
     """Run a preset with its stand-in; return what the program saw, and the URL of the gateway."""
     program = folder / PROGRAMS[name]
     program.write_text(STAND_IN)
     program.chmod(0o755)
     table = {"id": name, "max_output_chars": 100_000, **harness}
-    env = load_env(OneTask, harness=table, runtime={"env": {"PATH": f"{folder}:{os.environ['PATH']}"}})
+    env = load_env(taskset, harness=table, runtime={"env": {"PATH": f"{folder}:{os.environ['PATH']}"}})
     async with Gateway() as gateway:
         trace = await run_one(env, [], gateway=gateway)
         assert not trace.errors, trace.errors
@@ -68,6 +83,22 @@ def test_a_preset_continues_its_conversation_with_arguments_at_the_end(name, arg
             return None
 
     assert load_env(Talk, harness={"id": name, "command": ["x"]}).harness.config.continue_args == arguments
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_a_taskset_with_tools_is_registered_in_the_config_or_the_prompt(name, tmp_path):
+    seen, address = await run_preset(name, tmp_path, Adding)
+    (prompt,) = [text for text in (seen["stdin"], *seen["argv"]) if text.startswith("Be brief.\n\ngo")]
+    assert seen["env"]["MCP_SERVER_URL"] == f"{address}/v1/mcp"
+    if name in TOOL_FILES:
+        assert prompt == "Be brief.\n\ngo"
+        for path in TOOL_FILES[name]:
+            config = tomllib.loads(seen["files"][path]) if name == "codex" else json.loads(seen["files"][path])
+            assert f"{address}/v1/mcp" in json.dumps(config)
+    else:
+        assert prompt.endswith('- add {"a": {"type": "integer"}, "b": {"type": "integer"}}: Add two numbers.')
+        assert "tools.py" in seen["files"]
+        assert "/tools.py NAME" in prompt
 
 
 async def test_env_and_files_of_the_config_are_added_to_those_of_the_preset(tmp_path):

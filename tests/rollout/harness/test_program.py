@@ -1,5 +1,6 @@
 """The harness `program`: a command-line agent in a runtime, which calls the policy over HTTP."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from ramify.rollout.runtime.bwrap import find_unsupported_reason
 from ramify.trace import Trace
 from tests.rollout.runtime.conftest import build_runtime_table, skip_unless_available
 from tests.support.attempts import OneTask, error_names, list_messages, load_env, run_one
+from tests.support.images import make_media
 
 pytestmark = pytest.mark.process
 
@@ -230,18 +232,73 @@ async def test_a_stop_hook_ends_the_program():
     assert (trace.stop, trace.num_turns, trace.errors) == ("enough", 2, [])
 
 
+# -- tools of the taskset ---------------------------------------------------------------------------------------------
+
+
+class Counting(OneTask):
+    def setup(self, state) -> None:
+        state.total = 0
+
+    @rf.tool
+    def add(self, amount: int, state) -> int:
+        """Add to the total and return it."""
+        state.total += amount
+        return state.total
+
+    @rf.tool
+    def look(self) -> list[Any]:
+        """Look at the picture."""
+        return ["a picture", make_media(4, 4)]
+
+    @rf.reward
+    def total(self, state) -> float:
+        return float(state.total)
+
+
+async def test_the_program_calls_tools_from_inside_the_runtime(runtime):
+    calls = """python3 agent.py openai go; python3 tools.py
+        python3 tools.py add '{"amount": 2}'; python3 tools.py add '{"amount": 3}'; python3 tools.py look; ls *.png
+        python3 tools.py add '{"amount": "many"}' || echo failed"""
+    copy_files = {"tools.py": "src/ramify/rollout/harness/tool_client.py"}
+    trace = await run_program(
+        ["forty-two"], taskset=Counting, runtime=runtime, command=["sh", "-c", calls], copy_files=copy_files
+    )
+    assert not trace.errors
+    assert trace.reward == 5.0
+    _, add, look, two, five, picture, image, file, problem, failed = trace.info["program"]["stdout"].splitlines()
+    assert add == 'add {"amount": {"type": "integer"}}: Add to the total and return it.'
+    assert (look, two, five, picture) == ("look {}: Look at the picture.", "2", "5", "a picture")
+    assert image == f"[image written to {file}]"
+    assert problem.startswith("error: add: argument amount")
+    assert failed == "failed"
+    recorded = trace.info["tool_calls"]
+    assert [call["tool"] for call in recorded] == ["add", "add", "look", "add"]
+    assert all(call["node"] == 1 for call in recorded)  # after the model's reply
+
+
+async def test_address_and_key_of_the_tools_are_in_a_variable_and_in_a_file():
+    command = ["sh", "-c", 'echo "$MCP_SERVER_URL"; cat "$0"', "{mcp_config}"]
+    trace = await run_program([], taskset=Counting, command=command, env={"URL": "{mcp_url}"}, prompt="stdin")
+    url, config = trace.info["program"]["stdout"].splitlines()
+    assert url.startswith("http://127.0.0.1:") and url.endswith("/v1/mcp")
+    server = json.loads(config)["mcpServers"]["taskset"]
+    assert (server["type"], server["url"]) == ("http", url)
+    assert re.fullmatch("Bearer .{43}", server["headers"]["Authorization"])
+
+
+async def test_a_stop_hook_ends_the_program_after_a_tool_call():
+    class Stopping(Counting):
+        @rf.stop
+        def enough(self, state) -> bool:
+            return state.total >= 2
+
+    calls = """python3 agent.py openai go; python3 tools.py add '{"amount": 2}'; sleep 1000"""
+    copy_files = {"tools.py": "src/ramify/rollout/harness/tool_client.py"}
+    trace = await run_program(["forty-two"], taskset=Stopping, command=["sh", "-c", calls], copy_files=copy_files)
+    assert (trace.stop, trace.errors) == ("enough", [])
+
+
 # -- refusals before the first rollout --------------------------------------------------------------------------------
-
-
-def test_tools_of_the_taskset_are_refused_by_name():
-    class WithTools(OneTask):
-        @rf.tool
-        def add(self, a: int, b: int) -> int:
-            """Add two numbers."""
-            return a + b
-
-    with pytest.raises(ConfigInvalid, match=r"cannot use the tools of the taskset \(add\)"):
-        load_env(WithTools, harness={"id": "program", "command": ["agent"]})
 
 
 def test_a_task_that_is_not_one_text_is_refused():

@@ -8,6 +8,7 @@ from ramify.core.config import Config
 from ramify.core.errors import ConfigInvalid
 
 REQUEST_TASK_PREFIX = "request of "  # the name of a task that serves a request of an agent; the rollout's id follows
+MCP_PATH = "/mcp"  # of the MCP server, beneath the address of the policy
 AGENT_TIMEOUT = 600.0  # seconds for an agent to finish a task, unless the harness or the task sets another limit
 
 
@@ -67,6 +68,7 @@ class Endpoint:
     """Where an OpenAI or Anthropic client reaches the policy of a rollout. Its calls become branches of the trace.
 
     - `base_url`: the address; it ends in `/v1`.
+    - `mcp_url`: the address of an MCP server with the tools of the rollout; the key is the same.
     - `api_key`: the secret of the rollout.
     - `model`: the name of the policy.
     """
@@ -74,3 +76,8 @@ class Endpoint:
     base_url: str
     api_key: str = field(repr=False)
     model: str
+
+    @property
+    def mcp_url(self) -> str:
+        """The address of the MCP server."""
+        return self.base_url + MCP_PATH

@@ -103,7 +103,7 @@ class ReplyHandler(DialectHandler):
         http: HttpRequest,
         session: RolloutSession,
         parsed: ParsedRequest,
-        call: SharedCall,
+        call: SharedCall[ModelReply],
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -217,7 +217,7 @@ def _parse_body(body: bytearray, dialect: Dialect, store: ResponseStore) -> tupl
         raise RequestInvalid("the body cannot be used: it is nested too deeply") from error
 
 
-async def _wait_and_store(call: SharedCall, session: RolloutSession, parsed: ParsedRequest) -> ModelReply:
+async def _wait_and_store(call: SharedCall[ModelReply], session: RolloutSession, parsed: ParsedRequest) -> ModelReply:
     """Wait for the reply of a call, and store it if later requests may refer to it."""
     reply = await call.wait()
     if parsed.is_stored:

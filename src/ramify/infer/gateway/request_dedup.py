@@ -10,12 +10,14 @@ request was never delivered; a retry joins the original call. Any other request 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ramify.infer.dialects.model_call import ModelReply, ModelRequest
 
+T = TypeVar("T")
 
-class SharedCall:
+
+class SharedCall(Generic[T]):
     """A running or finished call that several requests may wait for.
 
     `delivered` says whether a client has received the reply. A call without waiters is cancelled after
@@ -24,13 +26,13 @@ class SharedCall:
 
     def __init__(
         self,
-        call: Coroutine[Any, Any, ModelReply],
+        call: Coroutine[Any, Any, T],
         reconnect_timeout: float,
         name: str,
-        on_failure: Callable[["SharedCall"], None],
+        on_failure: Callable[["SharedCall[T]"], None] | None = None,
     ) -> None:
-        self._task = asyncio.create_task(call, name=name)
-        self._task.add_done_callback(self._on_done)
+        self.task = asyncio.create_task(call, name=name)
+        self.task.add_done_callback(self._on_done)
         self._on_failure = on_failure
         self._reconnect_timeout = reconnect_timeout
         self._num_waiters = 0
@@ -43,7 +45,7 @@ class SharedCall:
         """Whether the call ended without a reply."""
         if self._cancelled:
             return True
-        return self._task.done() and (self._task.cancelled() or self._task.exception() is not None)
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     @property
     def is_undelivered(self) -> bool:
@@ -57,26 +59,28 @@ class SharedCall:
             self._cancel_timer.cancel()
             self._cancel_timer = None
 
-    async def wait(self) -> ModelReply:
+    async def wait(self) -> T:
         """Wait for the reply, or raise the failure of the call. Cancelling the wait does not cancel the call."""
-        return await asyncio.shield(self._task)
+        return await asyncio.shield(self.task)
 
     def leave(self, *, delivered: bool) -> None:
         """Remove a waiter. A running call without waiters is cancelled after a while."""
         self._num_waiters -= 1
         self.delivered = self.delivered or delivered
-        if not self._num_waiters and not self._task.done():
+        if not self._num_waiters and not self.task.done():
             self._cancel_timer = asyncio.get_running_loop().call_later(self._reconnect_timeout, self.cancel)
 
     def cancel(self) -> None:
         """Cancel the call now."""
         if self._cancel_timer is not None:
             self._cancel_timer.cancel()
-        self._cancelled = not self._task.done()
-        self._task.cancel()
+        self._cancelled = not self.task.done()
+        self.task.cancel()
 
-    def _on_done(self, task: asyncio.Task[ModelReply]) -> None:
-        if self.has_failed:  # which also retrieves the exception: asyncio warns about one that nobody has retrieved
+    def _on_done(self, task: asyncio.Task[T]) -> None:
+        if (
+            self.has_failed and self._on_failure is not None
+        ):  # which also retrieves the exception: asyncio warns about one that nobody has retrieved
             self._on_failure(self)
 
 
@@ -88,12 +92,12 @@ class RequestDeduplicator:
 
     def __init__(self, reconnect_timeout: float, task_name: str) -> None:
         self._reconnect_timeout, self._task_name = reconnect_timeout, task_name
-        self._by_fingerprint: dict[Hashable, list[SharedCall]] = {}
-        self._by_idempotency_key: dict[str, SharedCall] = {}
+        self._by_fingerprint: dict[Hashable, list[SharedCall[ModelReply]]] = {}
+        self._by_idempotency_key: dict[str, SharedCall[ModelReply]] = {}
 
     def join_or_start(
         self, request: ModelRequest, fingerprint: Hashable, make_call: Callable[[], Coroutine[Any, Any, ModelReply]]
-    ) -> SharedCall:
+    ) -> SharedCall[ModelReply]:
         """Join the call that this request is a retry of, or start a new call and join it."""
         call = self._find_original(request, fingerprint)
         if call is None:
@@ -106,7 +110,7 @@ class RequestDeduplicator:
         call.join()
         return call
 
-    def _forget(self, fingerprint: Hashable, idempotency_key: str | None, call: SharedCall) -> None:
+    def _forget(self, fingerprint: Hashable, idempotency_key: str | None, call: SharedCall[ModelReply]) -> None:
         """Remove a failed call: its exception refers to the request, and no further request may join it."""
         calls = self._by_fingerprint[fingerprint]
         calls.remove(call)
@@ -121,7 +125,7 @@ class RequestDeduplicator:
             for call in calls:
                 call.cancel()
 
-    def _find_original(self, request: ModelRequest, fingerprint: Hashable) -> SharedCall | None:
+    def _find_original(self, request: ModelRequest, fingerprint: Hashable) -> SharedCall[ModelReply] | None:
         """Return the call that this request is a retry of, or None."""
         if request.idempotency_key is not None:
             call = self._by_idempotency_key.get(request.idempotency_key)

@@ -21,7 +21,7 @@ from ramify.infer.dialects.anthropic_messages import MessagesDialect
 from ramify.infer.dialects.http_format import get_http_status
 from ramify.infer.dialects.openai_chat import ChatCompletionsDialect
 from ramify.infer.dialects.openai_responses import CompactionDialect, ConversationDialect, ResponsesDialect
-from ramify.infer.gateway.config import Endpoint
+from ramify.infer.gateway.config import MCP_PATH, Endpoint
 from ramify.infer.gateway.http_handlers import (
     ConversationHandler,
     ReplyHandler,
@@ -30,6 +30,7 @@ from ramify.infer.gateway.http_handlers import (
     retrieve_conversation,
     retrieve_response,
 )
+from ramify.infer.gateway.mcp_server import McpServer
 from ramify.infer.gateway.request_quota import MAX_RENDERED_CHARS, SharedCapacity
 from ramify.infer.gateway.session import RolloutSession
 from ramify.processes.wire.http_server import HttpServer
@@ -52,6 +53,7 @@ class Gateway(AsyncService):
         self._keepalive_interval = keepalive_interval
         self._sessions: dict[str, RolloutSession] = {}
         self._rendered_chars = SharedCapacity(MAX_RENDERED_CHARS)
+        self._mcp_server = McpServer(self.get_session)
         self._server = HttpServer(self._build_app(), host, port, name="gateway", shutdown_timeout=shutdown_timeout)
 
     @property
@@ -68,6 +70,7 @@ class Gateway(AsyncService):
         """Unregister all sessions and stop the server."""
         for session in list(self._sessions.values()):
             self.unregister(session)
+        await self._mcp_server.close()
         await self._server.close()
 
     def register(self, session: RolloutSession) -> Endpoint:
@@ -92,6 +95,7 @@ class Gateway(AsyncService):
     def _build_app(self) -> Starlette:
         routes = build_dialect_routes(self.get_session, self._keepalive_interval)
         for prefix in PREFIXES:
+            routes.append(Route(prefix + MCP_PATH, self._mcp_server))
             routes.append(Route(f"{prefix}/models", self._handle_list_models))
             routes.append(Route(f"{prefix}/models/{{name:path}}", self._handle_get_model))
         routes.append(Route("/health", _handle_health))

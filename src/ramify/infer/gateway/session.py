@@ -40,6 +40,7 @@ from ramify.infer.gateway.recorder import TraceRecorder
 from ramify.infer.gateway.request_dedup import RequestDeduplicator, SharedCall
 from ramify.infer.gateway.request_quota import QuotaSettings, RequestQuota
 from ramify.infer.gateway.sampling import derive_call_seed, parse_stop_strings, resolve_sampling, sampling_to_dict
+from ramify.infer.gateway.served_tools import ServedTools
 from ramify.model.render import ReplyConstraint, TokenHistory
 from ramify.model.render.prompt_images import PromptImage, check_image_count, find_image_parts, without_data
 from ramify.model.render.tokenizer import OFFLOAD_MIN_CHARS, offload
@@ -90,6 +91,8 @@ class RolloutSession:
         """Called with every recorded reply."""
         self.is_agent_running = True
         """Whether the agent is running. The rollout sets it to False while hooks make the calls."""
+        self.tools: ServedTools | None = None
+        """The tools that the agent may call over HTTP. The rollout sets them before the agent starts."""
         self.recorded_calls: list[RecordedCall] = []
         """The recorded calls of the trainable policy, with what decides whether they are trained on."""
         self.quota = RequestQuota(quota)
@@ -159,7 +162,7 @@ class RolloutSession:
         async with fail_after(self.call_timeout, "processing the images of a request"):
             await policy.process_images(new_images)
 
-    def start_call(self, request: ModelRequest) -> SharedCall:
+    def start_call(self, request: ModelRequest) -> SharedCall[ModelReply]:
         """Start a call, or join it if this request is a retry. The caller must call `leave` when it stops waiting."""
         policy, position = self._find_or_insert_position(request)
         constraint = [getattr(request.constraint, field.name, None) for field in fields(ReplyConstraint)]

@@ -146,7 +146,7 @@ def run_worker(spec: bytes, report_fd: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         cast("TextIOWrapper[Any]", stream).reconfigure(line_buffering=True)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
-    for noisy in ("aiohttp", "asyncio", "uvicorn"):
+    for noisy in ("aiohttp", "asyncio", "mcp", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.setswitchinterval(0.001)  # so that hook threads do not delay heartbeats
     asyncio.run(_serve(msgspec.json.decode(spec, type=WorkerSpec), report_fd))

@@ -8,8 +8,7 @@ parent node, so a turn of a long conversation costs no more than one of a short 
 conversation that becomes too long goes on from a summary (see `Compactor`).
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -150,23 +149,11 @@ class ChatHarness(Harness):
     ) -> str:
         """Call the model, its tools and the user in turn until one of them ends the rollout."""
         messages, media = self.build_messages(context.task)
-        async with self._with_mcp_tools(tools) as all_tools:
-            loop = ChatLoop(context, session, all_tools, user, stop_hooks, self.config)
-            return await loop.run(messages, media)
+        return await ChatLoop(context, session, tools, user, stop_hooks, self.config).run(messages, media)
 
     def build_messages(self, task: Task) -> tuple[list[Message], dict[str, Media]]:
         """Return the messages that start the conversation, and their images by hash."""
         return build_initial_messages(task)
-
-    def _with_mcp_tools(self, tools: ToolSet) -> AbstractAsyncContextManager[ToolSet]:
-        return self._open_mcp_tools(tools) if self.config.mcp else nullcontext(tools)
-
-    @asynccontextmanager
-    async def _open_mcp_tools(self, tools: ToolSet) -> AsyncGenerator[ToolSet]:
-        from ramify.env.mcp import open_mcp_servers
-
-        async with open_mcp_servers(self.config.mcp) as mcp_tools:
-            yield ToolSet([*tools.tools, *mcp_tools])
 
 
 class ChatLoop:

@@ -26,19 +26,21 @@ class HarnessConfig(Config):
     - `train`: which calls are trained on: "main" (the agent's conversations about the task) or "all".
     - `models`: other models by the names under which the agent requests them. Any other name selects the policy. Their
       calls are recorded but never trained on.
+    - `mcp`: MCP servers by name. They are opened for each rollout, and their tools are added to the taskset's.
+    - `tool_timeout`: seconds of one tool call, after which its result is an error. None: only `timeout` limits it.
     """
 
     id: str = "chat"
     timeout: float = Field(default=AGENT_TIMEOUT, gt=0)
     train: Literal["main", "all"] = "main"
     models: dict[str, ExternalModelConfig] = {}
+    mcp: dict[str, McpServerConfig] = {}
+    tool_timeout: float | None = Field(default=None, gt=0)
 
 
 class ChatHarnessConfig(HarnessConfig):
     """Configuration of the chat harness."""
 
-    mcp: dict[str, McpServerConfig] = {}
-    """MCP servers by name. They are opened for each rollout, and their tools are added to the taskset's."""
     max_malformed_replies: int = Field(default=3, ge=1)
     """Replies in a row with malformed tool calls after which the rollout ends."""
     compact_at: int | None = Field(default=None, ge=1)

@@ -7,9 +7,10 @@ model that is a path would confuse them.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar, Literal
 
-from ramify.rollout.harness.program import ProgramHarness, ProgramHarnessConfig
+from ramify.rollout.harness.program import MCP_CONFIG, ProgramHarness, ProgramHarnessConfig
 
 CODEX_CONFIG = """\
 model = "policy"
@@ -22,6 +23,13 @@ base_url = "{openai_base_url}"
 env_key = "OPENAI_API_KEY"
 wire_api = "responses"
 stream_idle_timeout_ms = 3600000
+"""
+CODEX_TOOLS = """
+[mcp_servers.taskset]
+url = "{mcp_url}"
+bearer_token_env_var = "OPENAI_API_KEY"
+required = true
+tool_timeout_sec = 3600
 """
 OPENCODE_CONFIG = """\
 {
@@ -39,6 +47,19 @@ OPENCODE_CONFIG = """\
   }
 }
 """
+OPENCODE_TOOLS = """\
+{
+  "mcp": {
+    "taskset": {
+      "type": "remote",
+      "url": "{mcp_url}",
+      "headers": {"Authorization": "Bearer {api_key}"},
+      "oauth": false,
+      "timeout": 3600000
+    }
+  }
+}
+"""
 PI_CONFIG = """\
 {
   "providers": {
@@ -51,6 +72,9 @@ PI_CONFIG = """\
   }
 }
 """
+TOOL_CLIENT_FILES = {"~/tools.py": Path(__file__).with_name("tool_client.py").read_text()}
+TOOL_CLIENT_PROMPT = """\
+The task has these tools, which you call in the shell, as in `python3 {home}/tools.py NAME '{"key": 1}'`:"""
 
 
 class CodexHarnessConfig(ProgramHarnessConfig):
@@ -67,6 +91,7 @@ class CodexHarness(ProgramHarness):
 
     config: CodexHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
     program_files: ClassVar[Mapping[str, str]] = {"~/.codex/config.toml": CODEX_CONFIG}
+    tool_files: ClassVar[Mapping[str, str]] = {"~/.codex/config.toml": CODEX_CONFIG + CODEX_TOOLS}
 
 
 class ClaudeCodeHarnessConfig(ProgramHarnessConfig):
@@ -90,6 +115,7 @@ class ClaudeCodeHarness(ProgramHarness):
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
     }
+    tool_files: ClassVar[Mapping[str, str]] = {"~/.claude.json": MCP_CONFIG}
 
 
 class OpencodeHarnessConfig(ProgramHarnessConfig):
@@ -111,6 +137,7 @@ class OpencodeHarness(ProgramHarness):
         "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
     }
     program_files: ClassVar[Mapping[str, str]] = {"~/.config/opencode/opencode.json": OPENCODE_CONFIG}
+    tool_files: ClassVar[Mapping[str, str]] = {"~/.config/opencode/config.json": OPENCODE_TOOLS}
 
 
 class PiHarnessConfig(ProgramHarnessConfig):
@@ -127,6 +154,8 @@ class PiHarness(ProgramHarness):
 
     config: PiHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
     program_files: ClassVar[Mapping[str, str]] = {"~/.pi/agent/models.json": PI_CONFIG}
+    tool_files: ClassVar[Mapping[str, str]] = TOOL_CLIENT_FILES
+    tool_prompt: ClassVar[str] = TOOL_CLIENT_PROMPT
 
 
 class MiniSweAgentHarnessConfig(ProgramHarnessConfig):
@@ -146,3 +175,5 @@ class MiniSweAgentHarness(ProgramHarness):
         "MSWEA_SILENT_STARTUP": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
+    tool_files: ClassVar[Mapping[str, str]] = TOOL_CLIENT_FILES
+    tool_prompt: ClassVar[str] = TOOL_CLIENT_PROMPT

@@ -8,6 +8,7 @@ subclasses with the command line, the environment and the configuration files of
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -19,8 +20,10 @@ from pydantic import Field, field_validator, model_validator
 
 from ramify.core.errors import AgentFailed, ConfigInvalid, EnvironmentFault, ProviderError, SandboxError
 from ramify.env import Hook, RolloutContext, Runtime, RuntimeProcess, Task, TasksetHooks, ToolSet, User
+from ramify.env.mcp import check_mcp_library
 from ramify.env.runtime import Capability, ExecResult, ResourceLimits
 from ramify.env.user import ask_user
+from ramify.infer.gateway.config import MCP_PATH
 from ramify.infer.gateway.main_calls import find_side_calls
 from ramify.model.render.prompt_images import find_image_parts
 from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
@@ -38,6 +41,8 @@ PLACEHOLDERS = (
     "prompt_file",
     "openai_base_url",
     "anthropic_base_url",
+    "mcp_url",
+    "mcp_config",
     "api_key",
     "model",
     "context_length",
@@ -53,11 +58,12 @@ class ProgramHarnessConfig(HarnessConfig):
     """Configuration of the program harness.
 
     The texts of `command`, `env` and `files` may contain placeholders: `{prompt}`, `{prompt_file}`,
-    `{openai_base_url}`, `{anthropic_base_url}`, `{api_key}`, `{model}`, `{context_length}`, `{workdir}`, `{home}` and
-    `{turn}`. Other braces are kept.
+    `{openai_base_url}`, `{anthropic_base_url}`, `{mcp_url}`, `{mcp_config}`, `{api_key}`, `{model}`,
+    `{context_length}`, `{workdir}`, `{home}` and `{turn}`. Other braces are kept.
     """
 
     id: str = "program"
+    tool_timeout: float | None = Field(default=300.0, gt=0)
     command: list[str] = Field(min_length=1)
     """The program and its arguments."""
     prompt: Literal["arg", "stdin", "file"] = "arg"
@@ -114,6 +120,10 @@ def fill_placeholders(text: str, values: Mapping[str, str]) -> str:
 
 
 PROMPT_FILE = "~/prompt.md"
+MCP_CONFIG_FILE = "~/mcp.json"
+MCP_CONFIG = """\
+{"mcpServers": {"taskset": {"type": "http", "url": "{mcp_url}", "headers": {"Authorization": "Bearer {api_key}"}}}}
+"""
 DEFAULT_CONTEXT_LENGTH = 131072  # told to programs that need a number, if the policy does not state its own
 HOME_TIMEOUT = 30.0  # seconds for a shell in the runtime to print $HOME
 SANDBOX_DIRECTORIES = {"sandbox": "/sandbox/", "local": None}  # runtimes that write only beneath it; None: it varies
@@ -124,21 +134,23 @@ class ProgramHarness(Harness):
     """Runs a command-line agent in the runtime of the rollout.
 
     - `program_env`, `program_files`: environment variables and files of a preset; the config's are added.
+    - `tool_files`: files of a preset for tasksets with tools; they replace `program_files` with the same path.
+    - `tool_prompt`: text that a preset adds to the prompt if there are tools; a list of the tools follows.
     """
 
     config: ProgramHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
     requires_endpoint = True
     program_env: ClassVar[Mapping[str, str]] = {}
     program_files: ClassVar[Mapping[str, str]] = {}
+    tool_files: ClassVar[Mapping[str, str]] = {}
+    tool_prompt: ClassVar[str] = ""
+    _has_tools = False
 
     def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
-        """Raise ConfigInvalid for tools, for users whom the program cannot answer, and for what the program lacks."""
-        tools = [tool.name for tool in hooks.static_tools.tools] + (["the `tools` hook"] if hooks.tools else [])
-        if tools:
-            raise ConfigInvalid(
-                f"the harness {self.config.id!r} runs a program with tools of its own, which cannot use the tools of "
-                f"the taskset ({', '.join(tools)}): use the harness chat or rlm"
-            )
+        """Raise ConfigInvalid for users whom the program cannot answer, and for what the program lacks."""
+        self._has_tools = bool(hooks.static_tools.tools or hooks.tools or self.config.mcp)
+        if self._has_tools:
+            check_mcp_library()
         can_continue = self.config.continue_args or "turn" in find_placeholders(self.config.texts)
         if hooks.user is not None and not can_continue:
             raise ConfigInvalid(
@@ -191,6 +203,8 @@ class ProgramHarness(Harness):
                 return "user"
             prompt = f"{prompt}\n\n{first_message}" if prompt else first_message
         values = await self._build_values(context.runtime, context, session)
+        if self.tool_prompt and len(tools):
+            prompt = "\n\n".join([prompt, fill_placeholders(self.tool_prompt, values) + _list_tools(tools)])
         turn = 0
         while True:
             turn, num_calls = turn + 1, session.num_turns
@@ -229,18 +243,20 @@ class ProgramHarness(Harness):
         config = self.config
         is_first = values["turn"] == "1"
         env_texts = {**self.program_env, **config.env}
-        file_texts = {**self.program_files, **config.files}
+        file_texts = self._get_files()
         arguments = [*config.command, *(() if is_first else config.continue_args)]
-        has_prompt = "prompt" in find_placeholders([*arguments, *env_texts.values(), *file_texts.values()])
+        used = find_placeholders([*arguments, *env_texts.values(), *file_texts.values()])
         if config.prompt == "file":
             file_texts[PROMPT_FILE] = "{prompt}"
+        if "mcp_config" in used:
+            file_texts[MCP_CONFIG_FILE] = MCP_CONFIG
         for path, text in file_texts.items():
             if is_first or find_placeholders([text]) & TURN_PLACEHOLDERS:
                 await runtime.write(_expand_home(path, values), fill_placeholders(text, values))
         for path, source in config.copy_files.items() if is_first else ():
             await runtime.write(_expand_home(path, values), await asyncio.to_thread(Path(source).read_bytes))
         command = [fill_placeholders(argument, values) for argument in arguments]
-        if config.prompt == "arg" and not has_prompt:
+        if config.prompt == "arg" and "prompt" not in used:
             command.append(values["prompt"])
         env = {name: os.environ[name] for name in config.pass_env if name in os.environ}
         env |= _build_client_env(values)
@@ -254,20 +270,27 @@ class ProgramHarness(Harness):
                 "its directory in runtime.read_only and runtime.prepend_path"
             ) from error
 
+    def _get_files(self) -> dict[str, str]:
+        """Return the texts of the files of the preset and of the config, by path."""
+        return {**self.program_files, **(self.tool_files if self._has_tools else {}), **self.config.files}
+
     async def _build_values(
         self, runtime: Runtime, context: RolloutContext, session: "RolloutSession"
     ) -> dict[str, str]:
         """Return the values of the placeholders but `prompt` and `turn`. The home directory is looked up if needed."""
         assert context.endpoint is not None
         base_url = await runtime.expose(context.endpoint.base_url)
-        texts = [*self.config.texts, *self.program_env.values(), *self.program_files.values()]
-        texts += [*self.program_files, *self.config.files, *self.config.copy_files]
-        needs_home = self.config.prompt == "file" or any("{home}" in text or text.startswith("~/") for text in texts)
+        files = self._get_files()
+        texts = [*self.config.texts, *self.program_env.values(), *files.values(), *files, *self.config.copy_files]
+        needs_home = self.config.prompt == "file" or bool({"home", "mcp_config"} & find_placeholders(texts))
+        needs_home = needs_home or any(text.startswith("~/") for text in texts)
         home = await _find_home(runtime) if needs_home else ""
         return {
             "prompt_file": PROMPT_FILE.replace("~", home),
             "openai_base_url": base_url,
             "anthropic_base_url": base_url.removesuffix("/v1"),  # its clients append /v1
+            "mcp_url": base_url + MCP_PATH,
+            "mcp_config": MCP_CONFIG_FILE.replace("~", home),
             "api_key": context.endpoint.api_key,
             "model": context.endpoint.model,
             "context_length": str(session.policy.max_model_len or DEFAULT_CONTEXT_LENGTH),
@@ -297,13 +320,22 @@ def _is_outside(path: str, runtime_id: str) -> bool:
 
 
 def _build_client_env(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables from which clients of OpenAI and Anthropic take address, key and model."""
-    env: dict[str, str] = {}
+    """Return the variables from which clients of OpenAI, Anthropic and MCP take address, key and model."""
+    env = {"MCP_SERVER_URL": values["mcp_url"]}
     for name in ("openai", "anthropic"):
         env[f"{name.upper()}_BASE_URL"] = values[f"{name}_base_url"]
         env[f"{name.upper()}_API_KEY"] = values["api_key"]
         env[f"{name.upper()}_MODEL"] = values["model"]
     return env
+
+
+def _list_tools(tools: ToolSet) -> str:
+    """Return one line for each tool: its name, its parameters and its description."""
+    functions = [schema["function"] for schema in tools.schemas]
+    return "".join(
+        f"\n- {function['name']} {json.dumps(function['parameters'].get('properties', {}))}: {function['description']}"
+        for function in functions
+    )
 
 
 async def _find_home(runtime: Runtime) -> str:
@@ -320,7 +352,7 @@ def _expand_home(path: str, values: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def _signal_replies(session: "RolloutSession") -> Generator[asyncio.Event]:
-    """Yield an event that is set whenever a reply was recorded."""
+    """Yield an event that is set whenever a reply or a tool call was recorded."""
     event, previous = asyncio.Event(), session.on_reply
 
     def on_reply(reply: Any) -> None:
@@ -329,6 +361,8 @@ def _signal_replies(session: "RolloutSession") -> Generator[asyncio.Event]:
         event.set()
 
     session.on_reply = on_reply
+    if session.tools is not None:
+        session.tools.on_call = event.set
     try:
         yield event
     finally:

@@ -159,18 +159,17 @@ class RlmHarness(ChatHarness):
         stop_hooks: Sequence[Hook],
     ) -> str:
         """Work on the task. If the answer is not the last reply, `trace.info["final_answer"]` holds it."""
-        async with self._with_mcp_tools(tools) as all_tools:
-            check_tool_names(all_tools.tools)
-            task_tools = TasksetTools(all_tools, self.config.max_output_chars)
-            system = build_system_message(context.task, self.config)
-            rollout = RlmRollout(context, session, task_tools, stop_hooks, self.config, system)
-            messages, media = build_task_messages(context.task, self.config)
-            conversation = RlmConversation(rollout, 0, get_task_context(context.task), user)
-            try:
-                return await conversation.run([system, *messages], media)
-            finally:
-                if conversation.answer != context.trace.last_reply:
-                    context.trace.info["final_answer"] = conversation.answer
+        check_tool_names(tools.tools)
+        task_tools = TasksetTools(tools, self.config.max_output_chars)
+        system = build_system_message(context.task, self.config)
+        rollout = RlmRollout(context, session, task_tools, stop_hooks, self.config, system)
+        messages, media = build_task_messages(context.task, self.config)
+        conversation = RlmConversation(rollout, 0, get_task_context(context.task), user)
+        try:
+            return await conversation.run([system, *messages], media)
+        finally:
+            if conversation.answer != context.trace.last_reply:
+                context.trace.info["final_answer"] = conversation.answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ class TasksetHarness(Harness):
             raise ConfigInvalid("the harness 'taskset' needs a taskset with a hook `run_agent`: use the harness chat")
         unused = [name for name, hook in (("tools", hooks.tools), ("user", hooks.user)) if hook is not None]
         unused += [tool.name for tool in hooks.static_tools.tools] + [hook.name for hook in hooks.stops]
+        unused += ["harness.mcp"] if self.config.mcp else []
         if unused:
             raise ConfigInvalid(f"a taskset with `run_agent` runs its agent alone; remove {', '.join(unused)}")
         self._run_agent = hooks.run_agent

@@ -1,0 +1,172 @@
+"""The tools of a rollout for an agent that calls them over HTTP.
+
+A tool call is an event of the rollout like a model call: it is recorded in the trace, bounded in time and size, and run
+at most once per request id, so a client may send a request again whose response it lost. Calls run one after another,
+as in the chat loop, because tools share the rollout's state. A failure of the system ends the agent.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from msgspec.structs import replace
+
+from ramify.core.async_calls import cancel_all
+from ramify.core.errors import ContextOverflow, PeerRefused, RamifyError
+from ramify.infer.gateway.config import REQUEST_TASK_PREFIX
+from ramify.infer.gateway.request_dedup import SharedCall
+from ramify.trace import Media, MediaPart, Message, ToolCall, Trace
+
+ERROR_PREFIX = "error: "  # how the text of a failed call begins
+INFO_KEY = "tool_calls"  # of the trace
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallSettings:
+    """Limits on the tool calls of one rollout."""
+
+    max_result_bytes: int = 4 * 2**20
+    """Most bytes of the text and the images of one result."""
+    max_kept_results: int = 16
+    """How many of the last results a repeated request can get again."""
+    max_recorded_calls: int = 1000
+    """Most calls that the trace records."""
+    max_recorded_chars: int = 1000
+    """Characters of arguments and of a result that the trace records."""
+    reconnect_timeout: float = 5.0
+    """Seconds that a call runs on after its client disconnected."""
+
+
+DEFAULT_SETTINGS = ToolCallSettings()
+
+
+class ServedTools:
+    """The tools of one rollout. `run_tool` runs a call as the chat loop does and returns the tool message.
+
+    Use it with `async with` around the agent. If `run_tool` raises, the block is cancelled and ends with that failure.
+    After the block, calls are refused.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        schemas: Sequence[dict[str, Any]],
+        run_tool: Callable[[ToolCall], Awaitable[Message]],
+        settings: ToolCallSettings = DEFAULT_SETTINGS,
+    ) -> None:
+        self.schemas = schemas
+        self.on_call: Callable[[], None] | None = None
+        """Called after every call."""
+        self._trace, self._run_tool, self._settings = trace, run_tool, settings
+        self._lock = asyncio.Lock()
+        self._calls: dict[bytes, SharedCall[Message] | None] = {}  # None: its result is not kept
+        self._agent_task: asyncio.Task[Any] | None = None
+        self._num_cancels = 0  # of the agent's task, before the block
+        self._failure: RamifyError | None = None
+
+    async def __aenter__(self) -> Self:
+        self._agent_task = asyncio.current_task()
+        assert self._agent_task is not None
+        self._num_cancels = self._agent_task.cancelling()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        agent_task, self._agent_task = self._agent_task, None
+        assert agent_task is not None
+        await cancel_all(call.task for call in self._calls.values() if call is not None)
+        if self._failure is not None and agent_task.uncancel() <= self._num_cancels:
+            raise self._failure from error
+
+    async def call(self, client: str, call: ToolCall) -> Message:
+        """Run a call, or join it if this client has sent it before. `call.id` is the id of the request.
+
+        Raises PeerRefused if the agent has ended or if the result is no longer kept, and the failure of the system with
+        which the rollout ends.
+        """
+        if self._agent_task is None:
+            raise PeerRefused(f"the agent of this rollout has ended; its tool {call.name!r} cannot be called any more")
+        key = hashlib.sha256(repr((client, call)).encode()).digest()
+        if key not in self._calls:
+            name = f"{REQUEST_TASK_PREFIX}{self._trace.id}"
+            self._calls[key] = SharedCall(self._run(call), self._settings.reconnect_timeout, name)
+            self._forget_old_results()
+        shared_call = self._calls[key]
+        if shared_call is None:
+            raise PeerRefused(f"the tool {call.name!r} has run for this request id, and its result is not kept")
+        shared_call.join()
+        try:
+            await asyncio.wait([shared_call.task])
+        finally:
+            shared_call.leave(delivered=shared_call.task.done())
+        if shared_call.task.cancelled():
+            raise PeerRefused(f"the tool {call.name!r} was cancelled: its client disconnected, or the agent has ended")
+        return shared_call.task.result()
+
+    def find_media(self, part: MediaPart) -> Media:
+        """Return the image of a part of a result."""
+        return next(media for media in self._trace.graph.media if media.hash == part.hash)
+
+    def _forget_old_results(self) -> None:
+        finished = [key for key, call in self._calls.items() if call is not None and call.task.done()]
+        for key in finished[: -self._settings.max_kept_results]:
+            self._calls[key] = None
+
+    async def _run(self, call: ToolCall) -> Message:
+        async with self._lock:
+            start, node = time.time(), len(self._trace.nodes) - 1
+            try:
+                message = await self._run_tool(call)
+            except RamifyError as error:
+                self._fail(error)
+                raise
+            try:
+                self._check_size(call, message)
+            except ContextOverflow as error:
+                message = replace(message, content=f"{ERROR_PREFIX}{error.name}: {error.message}")
+            self._record(call, message, node, start)
+        if self.on_call is not None:
+            self.on_call()
+        return message
+
+    def _fail(self, error: RamifyError) -> None:
+        if self._failure is None and self._agent_task is not None:
+            self._failure = error
+            self._agent_task.cancel()
+
+    def _check_size(self, call: ToolCall, message: Message) -> None:
+        parts = () if isinstance(message.content, str) else message.content
+        images = [self.find_media(part) for part in parts if isinstance(part, MediaPart)]
+        num_bytes = len(message.text.encode()) + sum(len(image.data) for image in images)
+        max_bytes = self._settings.max_result_bytes
+        if num_bytes > max_bytes:
+            raise ContextOverflow(
+                f"the result of {call.name!r} has {num_bytes} bytes, and at most {max_bytes} are sent; ask for less"
+            )
+
+    def _record(self, call: ToolCall, message: Message, node: int, start: float) -> None:
+        """Add a call to the trace. `node` is the last message of the model's conversation before it, or -1."""
+        recorded: list[dict[str, Any]] = self._trace.info.setdefault(INFO_KEY, [])
+        max_chars = self._settings.max_recorded_chars
+        if len(recorded) < self._settings.max_recorded_calls:
+            recorded.append(
+                {
+                    "tool": call.name[:max_chars],
+                    "arguments": call.arguments[:max_chars],
+                    "result": message.text[:max_chars],
+                    "is_error": is_error(message),
+                    "node": node,
+                    "start": start,
+                    "end": time.time(),
+                }
+            )
+
+
+def is_error(message: Message) -> bool:
+    """Return whether a tool message says that the call failed."""
+    return message.text.startswith(ERROR_PREFIX)
