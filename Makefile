@@ -161,7 +161,7 @@ test-cluster-faults: env  ## a run on three hosts, of which one after another is
 
 test-containers: env  ## the container runtime with an engine: make test-containers ENGINE=podman ENGINE_ARGS="..."
 	$(BIN)/python -m tests.rollout.runtime.container_image $(ENGINE)
-	RAMIFY_CONTAINER_ENGINE=$(ENGINE) RAMIFY_CONTAINER_ARGS="$(ENGINE_ARGS)" $(BIN)/pytest -v tests/rollout/runtime tests/rollout/harness/test_program.py -k container
+	RAMIFY_CONTAINER_ENGINE=$(ENGINE) RAMIFY_CONTAINER_ARGS="$(ENGINE_ARGS)" $(BIN)/pytest -v tests/rollout/runtime tests/rollout/harness/test_program.py tests/rollout/harness/test_program_turns.py -k container
 
 test-clients: env  ## twelve SDKs and evaluation tools against a server, in environments of their own; needs npm
 	@mkdir -p .venvs

@@ -127,7 +127,7 @@ async def test_the_timeout_ends_a_user_that_does_not_answer():
         def user(self) -> rf.User | None:
             return Silent()
 
-    trace = await talk(["a"], taskset=Waiting, timeout=2.0)
+    trace = await talk(["a"], taskset=Waiting, timeout=1.0)
     assert error_names(trace) == ["BudgetExceeded"]
 
 
