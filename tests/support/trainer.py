@@ -22,6 +22,7 @@ from ramify.train.batch_codec import encode_batch
 from ramify.train.protocol import (
     BatchRequest,
     CheckpointRequest,
+    CopiedRequest,
     PublishedRequest,
     RegisterReply,
     RegisterRequest,
@@ -48,6 +49,7 @@ REQUEST_TYPES = {
     "batch": BatchRequest,
     "trained": TrainedRequest,
     "published": PublishedRequest,
+    "copied": CopiedRequest,
     "checkpoint": CheckpointRequest,
     "unsaved": UnsavedRequest,
 }
@@ -148,6 +150,9 @@ class FakeOrchestrator:
     def _published(self, request: PublishedRequest) -> WireMessage:
         self.published.append((request.version, request.path))
         return WireMessage.encode(self.needed)
+
+    def _copied(self, request: CopiedRequest) -> WireMessage:
+        return WireMessage.encode("")
 
     def _checkpoint(self, request: CheckpointRequest) -> WireMessage:
         self.committed, self.checkpoint = request.step, (request.directory, request.digest)

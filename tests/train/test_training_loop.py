@@ -207,6 +207,17 @@ def test_every_failed_save_is_reported_and_the_last_one_fails_the_trainer(model,
     assert "StorageFull" in capsys.readouterr().err
 
 
+def test_steps_are_saved_even_if_the_last_version_cannot_be_written(model, tmp_path, capsys):
+    weights = tmp_path / "trainer" / "weights"
+    weights.mkdir(parents=True)
+    (weights / "0-000001").symlink_to("nowhere")  # exists() is false, and the rename fails
+    with FakeOrchestrator(random_batches(1)) as orchestrator:
+        args = arguments(model, tmp_path, "--weights.transport", "ipc", "--address", orchestrator.address)
+        assert main(args) == 1
+        assert orchestrator.committed == 1
+    assert "StorageFailed" in capsys.readouterr().err
+
+
 def test_a_schedule_that_needs_the_number_of_steps_is_refused_before_the_first_step(model, tmp_path, capsys):
     with FakeOrchestrator(random_batches(1)) as orchestrator:
         args = ["--address", orchestrator.address, "--trainer.optim.schedule", '{"type": "linear", "warmup_steps": 9}']

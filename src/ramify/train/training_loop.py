@@ -113,14 +113,13 @@ class TrainerProcess:
                         trainer, checkpoints, steps_done, last_saved_step, reserved_bytes=self._published_bytes
                     )
         if publisher is not None:
-            publisher.write_last_directory()
-        if publisher is not None and steps_done > last_saved_step:
-            last_saved_step = self._save(trainer, checkpoints, steps_done, last_saved_step)
+            if steps_done > last_saved_step:
+                last_saved_step = self._save(trainer, checkpoints, steps_done, last_saved_step)
+            publisher.write_last_directory()  # if this fails, no step is lost: they are saved
+            publisher.withdraw()  # the memory ends with this process
             if last_saved_step < steps_done:
                 problem = f"no disk space for the final checkpoint in {config.storage_path}"
                 raise StorageFull(f"{problem}; the last saved step is {last_saved_step}")
-        if publisher is not None:
-            publisher.withdraw()  # the memory ends with this process
         return steps_done
 
     def _register(self, trainer: Trainer) -> RegisterReply:
