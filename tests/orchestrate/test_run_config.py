@@ -123,6 +123,14 @@ def test_the_started_reference_does_not_change_the_identity(tmp_path):
     assert config.model_copy(update={"models": config.all_models}).identity == config.identity
 
 
+def test_another_format_of_fixed_weights_is_refused_under_its_own_key(tmp_path):
+    tables = [{"trainer": {"lora": {"rank": 8}}, "model": {"quantize": mode}} for mode in ("8bit", "4bit")]
+    run = {"output": tmp_path, "train": [{"taskset": {"id": "reverse-text"}}]}
+    stored, identity = (RunConfig.model_validate({**run, **table}).identity for table in tables)
+    with pytest.raises(ConfigInvalid, match=r"differences:\n  model\.quantize: was '8bit', now '4bit'\n"):
+        compare_identities(tmp_path, stored, identity, True)
+
+
 REFUSED = {
     "train.0.pool.multiplex": (["--train.0.pool.type", "static"], "train.0.pool with type = 'static' has"),
     "inference.extra_args": (["--inference.extra_args", "[]"], "inference with engine = 'native' has"),

@@ -441,8 +441,9 @@ class RunConfig(Config):
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify a run. A run is not resumed with a different identity."""
-        lora = dump_lora_identity(self.model, self.trainer) if self.trainer.lora.enabled else {"enabled": False}
-        return {**self._named_identity, "lora": lora}
+        is_lora = self.trainer.lora.enabled
+        lora = dump_lora_identity(self.model, self.trainer) if is_lora else {"lora": {"enabled": False}}
+        return {**self._named_identity, **lora}
 
     @property
     def _named_identity(self) -> dict[str, Any]:

@@ -169,8 +169,9 @@ def find_quantize_problems(model: TrainedModelConfig, trainer: TrainerConfig) ->
 
 
 def dump_lora_identity(model: TrainedModelConfig, trainer: TrainerConfig) -> dict[str, Any]:
-    """Return the LoRA settings that identify a run, with the format of the fixed weights if they are quantized."""
-    return trainer.lora.model_dump(mode="json") | ({} if model.quantize is None else {"quantize": model.quantize})
+    """Return the LoRA settings that identify a run, and the format of the fixed weights if they are quantized."""
+    quantize = {} if model.quantize is None else {"model.quantize": model.quantize}
+    return {"lora": trainer.lora.model_dump(mode="json"), **quantize}
 
 
 class WeightsConfig(Config):

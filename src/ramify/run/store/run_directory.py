@@ -20,7 +20,7 @@ from ramify.run.store.run_log import RunLog
 from ramify.run.store.run_store import RunStore, acquire_lock
 
 IDENTITY_KEY = "identity"
-FIXED_KEYS = ("model", "lora")  # keys of an identity whose change cannot be accepted
+FIXED_KEYS = ("model", "lora", "model.quantize")  # keys of an identity whose change cannot be accepted
 NEW_RUN_HINT = "use another --name, or --fresh to move the old run aside and start a new one"
 POLL_INTERVAL = 0.1  # seconds between two attempts to lock a run
 

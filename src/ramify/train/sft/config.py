@@ -118,6 +118,6 @@ class SftConfig(Config):
         return {
             **self.model_dump(mode="json", include={"data", "renderer", "seq_len", "seed"}),
             "model": self.model.name,
-            "lora": dump_lora_identity(self.model, self.trainer),
+            **dump_lora_identity(self.model, self.trainer),
             "held_out": self.validation.fraction,
         }
