@@ -83,6 +83,8 @@ def test_assumed_gpus_are_planned_but_not_run_on(tmp_path, capsys):
     for words, problem in (
         (["8x80"], "--assume-gpus: only with --dry-run"),
         (["eight", "--dry-run"], "--assume-gpus: expected COUNTxGIB, such as 8x80, got 'eight'"),
+        (["1x0", "--dry-run"], "--assume-gpus: expected COUNTxGIB, such as 8x80, got '1x0'"),
+        (["1x80", "--dry-run", "--assume-gpus", "2x80"], "--assume-gpus is allowed once"),
         (["8x80", "--dry-run", "--cluster", "ray"], "--assume-gpus: not allowed with --cluster"),
     ):
         assert main([*args, *words]) == 2

@@ -86,6 +86,8 @@ def _pop_flags(command: ConfigCommand, argv: Sequence[str]) -> tuple[Namespace, 
     flags, rest = Namespace(), list(argv)
     for flag, _, metavar in (flag.partition(" ") for flag in command.flags):
         value: Any = flag in rest
+        if metavar and rest.count(flag) > 1:
+            raise ConfigInvalid(f"{flag} is allowed once, got it {rest.count(flag)} times")
         if metavar and value:
             index = rest.index(flag)
             if index + 1 == len(rest):
