@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ramify.train.memory import ModelSize
 from tests.support.plans import build_machine
 from tests.support.ray import StubRay
 
+ROOT = Path(__file__).parents[2]
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 
 
@@ -56,7 +58,7 @@ def test_a_run_that_needs_too_much_memory_is_refused_with_what_would_fit():
     with pytest.raises(ClusterTooSmall, match=r"not enough memory: this machine has .*(?s:.)* --assume-gpus 8x80"):
         plan_run(build_run("org/Some-32B"), [build_machine()])
     with pytest.raises(
-        ClusterTooSmall, match=r"with --trainer.lora.enabled true \(\d+.\d GiB of a GPU\), or with .* on"
+        ClusterTooSmall, match=r"with --trainer.lora.enabled true \(at least \d+.\d GiB of a GPU\), or with .* on"
     ):
         plan_run(build_run("org/Some-4B"), [build_machine(1, gpu_gib=40)])
     with pytest.raises(ClusterTooSmall, match=r"it would fit with a smaller model, or with vLLM engines of several"):
@@ -68,7 +70,8 @@ def test_advice_does_not_ask_for_gpus_that_are_not_there():
         plan_run(build_run("org/Some-8B"), [build_machine(1, gpu_gib=24)])
     assert "tensor_parallel" not in caught.value.message
     assert re.search(
-        r"--trainer.lora.enabled true .*\(--assume-gpus 2x24\) \(2\d.\d GiB of a GPU\)", caught.value.message
+        r"--trainer.lora.enabled true .*\(--assume-gpus 2x24\) \(at least [12]\d.\d GiB of a GPU\)",
+        caught.value.message,
     )
     with pytest.raises(ClusterTooSmall, match=r"it would fit with a smaller model, or with larger GPUs$"):
         plan_run(build_run("org/Some-700B"), [build_machine(1)])
@@ -84,7 +87,9 @@ def test_advice_is_not_repeated_with_more_settings():
 
 def test_a_shorter_seq_len_is_suggested():
     run = build_run("org/Some-4B", seq_len=131072)
-    with pytest.raises(ClusterTooSmall, match=r"--seq_len (65536|32768|16384|8192|4096) \(\d+.\d GiB of a GPU\)"):
+    with pytest.raises(
+        ClusterTooSmall, match=r"--seq_len (65536|32768|16384|8192|4096) \(at least \d+.\d GiB of a GPU\)"
+    ):
         plan_run(run, [build_machine(1, gpu_gib=80)])
 
 
@@ -167,6 +172,24 @@ def test_parts_of_a_plan_fit_the_gpu_and_what_the_user_set_is_kept(model, gib, n
     assert sum(use.kv_cache for _, use, _ in uses) > 0
 
 
+def test_the_documented_models_fit_their_gpus():
+    row_pattern = r"^\| ([\d.]+) B, (all weights|LoRA) \| (.*) \|$"
+    rows = re.findall(row_pattern, (ROOT / "docs" / "scaling.md").read_text("utf-8"), re.MULTILINE)
+    assert len(rows) == 8
+    for size, kind, cells in rows:
+        trainer = {"lora": {"rank": 16}} if kind == "LoRA" else {}
+        run = build_run(f"org/Some-{size}B", seq_len=2048, trainer=trainer)
+        planned_cells: list[str] = []
+        for gib in (24, 48, 80, 140):
+            try:
+                planned, _ = plan_run(run, [build_machine(1, gpu_gib=gib, memory_gib=2000)])
+            except ClusterTooSmall:
+                planned_cells.append("–")
+            else:
+                planned_cells.append("yes" if kind == "LoRA" else planned.trainer.optim.moments)
+        assert " | ".join(planned_cells) == cells, (size, kind)
+
+
 def test_copies_of_shared_weights_are_counted():
     for num_gpus, element_bytes, lora in ((0, 4, False), (1, 2, False), (1, 2, True)):
         trainer, adapters = {"lora": {"enabled": lora}}, {"adapters": "merged"} if lora else {}
@@ -186,8 +209,26 @@ def test_copies_of_shared_weights_are_counted():
     ("num_gpus", "gib", "moments"), [(1, 80, "float32"), (1, 34, "8bit"), (1, 140, "float32"), (0, 0, "auto")]
 )
 def test_moments_have_8_bits_where_float32_does_not_fit_and_8_bits_do(tmp_path, num_gpus, gib, moments):
-    planned, _ = plan_sizes(build_run("org/Some-2B", output=tmp_path), [build_machine(num_gpus, gpu_gib=gib)])
+    planned, reasons = plan_sizes(build_run("org/Some-2B", output=tmp_path), [build_machine(num_gpus, gpu_gib=gib)])
     assert planned.trainer.optim.moments == moments
+    (reason,) = [line for line in reasons if line.startswith("trainer.optim.moments")] or [""]
+    reached = r"float32: it fits|8bit: float32 does not fit, it needs at least \d\d\.\d GiB of a GPU"
+    assert re.fullmatch(rf"trainer\.optim\.moments = ({reached})", reason) or not num_gpus
+
+
+def test_what_the_user_set_is_listed_with_the_chosen_sizes():
+    inference, trainer = {"kv_cache_tokens": 65536}, {"pack_tokens": 4096}
+    _, reasons = plan_sizes(build_run("org/Some-2B", inference=inference, trainer=trainer), [build_machine(1)])
+    assert "trainer.pack_tokens = 4096: as configured" in reasons
+    assert "inference.kv_cache_tokens = 65536: as configured" in reasons
+    assert any(line.startswith("trainer.recompute_layers = 0: of ") for line in reasons)
+
+
+def test_one_gpu_is_not_explained_by_a_limit_of_one_rank():
+    run = build_run("org/Some-2B", trainer={"optim": {"moments": "8bit"}})
+    for num_gpus, is_explained in ((1, False), (2, False), (8, True)):
+        _, placement = plan_run(run, [build_machine(num_gpus)])
+        assert any("moments in 8 bits need" in reason for reason in placement.reasons) == is_explained
 
 
 def test_an_allocation_that_fits_with_8_bits_is_accepted(tmp_path):

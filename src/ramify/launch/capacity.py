@@ -44,6 +44,7 @@ MODEL_REQUESTS = 64  # running requests of another model, which scores or judges
 UNPLANNED_KV_FRACTION = 0.4  # of the memory, for an engine of a model whose size is unknown
 MOMENTS_KEY, PACKS_KEY, LAYERS_KEY = "trainer.optim.moments", "trainer.pack_tokens", "trainer.recompute_layers"
 RUNNING_KEY, BATCHED_KEY = "inference.max_running_requests", "inference.max_num_batched_tokens"
+SET_BY_USER = "as configured"
 CACHE_KEY, FRACTION_KEY = "inference.kv_cache_tokens", "inference.kv_memory_fraction"
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -143,6 +144,16 @@ class SizeOption:
     cost: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class SizeChoice:
+    """The sizes chosen for a run, the smallest that it can have, and why AdamW's moments have their format."""
+
+    option: SizeOption
+    smallest: SizeOption
+    is_fitting: bool
+    moments_reason: str
+
+
 def plan_sizes(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> tuple[RunConfig, list[str]]:
     """Return the configuration with a value for each size of processes on GPUs that is `auto`, and the reasons.
 
@@ -153,28 +164,41 @@ def plan_sizes(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool =
     moments = None if fresh else find_saved_moments((config.shared_path or config.path) / CHECKPOINTS_DIR)
     if moments is not None and None not in _list_moments(config, nodes):
         planned, reasons = _with_settings(config, {MOMENTS_KEY: moments}), {MOMENTS_KEY: "as in the run's checkpoints"}
-    option, _ = _find_sizes(planned, nodes, find_size)
-    reasons |= _explain_sizes(planned, option.settings, find_size(config.model.name))
-    planned = _with_settings(planned, option.settings)
+    choice = _find_sizes(planned, nodes, find_size)
+    if choice.option.settings:
+        reasons = _explain_sizes(planned, choice, find_size(config.model.name)) | reasons
+    planned = _with_settings(planned, choice.option.settings)
     return planned, [f"{key} = {_get_value(planned, key)}: {reason}" for key, reason in reasons.items()]
 
 
-def _find_sizes(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> tuple[SizeOption, bool]:
-    """Return the fastest sizes that fit, and True; if none fit, the smallest sizes and False.
+def _find_sizes(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> SizeChoice:
+    """Return the fastest sizes that fit; if none fit, the smallest sizes.
 
     Moments are float32, unless the run fits only with 8 bits, or is more than 1.5 times slower with float32.
     """
-    chosen, smallest = None, SizeOption({})
+    chosen, smallest, reason = None, SizeOption({}), "it fits"
     for moments in _list_moments(config, nodes):
         options = _list_options(config, nodes, find_size, moments)
         if chosen is not None and chosen.cost <= MAX_MOMENTS_COST * options[0].cost:
             break
-        smallest = options[-1]
-        candidates = options if fits(_with_settings(config, smallest.settings), nodes, find_size) else []
+        is_fitting = fits(_with_settings(config, options[-1].settings), nodes, find_size)
+        candidates = options if is_fitting else []
         option = next((o for o in candidates if fits(_with_settings(config, o.settings), nodes, find_size)), None)
-        if option is not None and (chosen is None or chosen.cost > MAX_MOMENTS_COST * option.cost):
-            chosen = option
-    return (smallest, False) if chosen is None else (chosen, True)
+        if option is None and chosen is None:
+            smallest = options[-1]
+            needed = _measure_gpu_need(_with_settings(config, smallest.settings), nodes, find_size)
+            reason = f"{moments} does not fit, it needs at least {needed / GIB:.1f} GiB of a GPU"
+        elif option is not None and (chosen is None or chosen.cost > MAX_MOMENTS_COST * option.cost):
+            if chosen is not None:
+                reason = f"float32 fits, but is about {chosen.cost / option.cost:.1f} times slower"
+            chosen, smallest = option, options[-1]
+    return SizeChoice(chosen or smallest, smallest, chosen is not None, reason)
+
+
+def _measure_gpu_need(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> int:
+    """Return the bytes that a run needs of the GPU with the most processes; 0 without GPUs."""
+    placement = _place(config, nodes, find_size, check_memory=False)
+    return max((needed for name, needed, _ in placement.list_memory() if name.startswith("GPU")), default=0)
 
 
 def _list_moments(config: RunConfig, nodes: Sequence[ClusterNode]) -> list[str | None]:
@@ -248,22 +272,25 @@ def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float
     return settings
 
 
-def _explain_sizes(user_config: RunConfig, settings: Settings, model: ModelSize | None) -> dict[str, str]:
-    """Return why each size that the user did not set has its value, by key."""
+def _explain_sizes(user_config: RunConfig, choice: SizeChoice, model: ModelSize | None) -> dict[str, str]:
+    """Return why each size has its value, by key."""
+    settings = choice.option.settings
     num_requests, batch_size = settings.get(RUNNING_KEY, 1), user_config.orchestrator.batch_size
     max_len = getattr(user_config.inference, "max_model_len", None) or user_config.seq_len
     cache_share = settings.get(CACHE_KEY, 0) / (num_requests * max_len)
     reasons = {
-        MOMENTS_KEY: "float32 if it fits, and makes the run at most half slower than 8bit",
+        MOMENTS_KEY: choice.moments_reason,
         PACKS_KEY: "the fastest that fits; at least seq_len, because a path is never split",
-        LAYERS_KEY: f"of {model.num_layers if model is not None else 0}, as few as fit",
+        LAYERS_KEY: f"of {model.num_layers if model is not None else 0} layers, as few as fit",
         RUNNING_KEY: f"at most two batches of {batch_size} for all engines, and what the cache can hold",
         BATCHED_KEY: "a longer prefill in one step is not faster",
         CACHE_KEY: f"{cache_share:.0%} of what {num_requests} requests of full length can need",
         FRACTION_KEY: "the size of the model is unknown",
     }
-    chosen = [key for key in reasons if key in settings and _get_value(user_config, key) in ("auto", None)]
-    return {key: reasons[key] for key in chosen}
+    is_native = isinstance(user_config.inference, EngineConfig)
+    keys = [key for key in reasons if is_native or not key.startswith("inference.")]
+    is_set = {key: _get_value(user_config, key) not in ("auto", None) for key in keys}
+    return {key: SET_BY_USER if is_set[key] else reasons[key] for key in keys if is_set[key] or key in settings}
 
 
 def fits(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize = ModelSize.from_name) -> bool:
@@ -307,16 +334,15 @@ def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: F
             return False
         changed = _with_settings(config, settings)
         try:
-            option, is_fitting = _find_sizes(changed, on, find_size)
+            choice = _find_sizes(changed, on, find_size)
         except ConfigInvalid:
             return False
-        if is_fitting:
+        if choice.is_fitting:
             fitting.append(settings)
-            placement = _place(_with_settings(changed, option.settings), on, find_size)
-            needed = max((needed for name, needed, _ in placement.list_memory() if name.startswith("GPU")), default=0)
+            needed = _measure_gpu_need(_with_settings(changed, choice.smallest.settings), on, find_size)
             flags = " ".join(_format_flag(key, value) for key, value in settings.items()) or "these settings"
-            alternatives.append(f"{flags}{where}" + (f" ({needed / GIB:.1f} GiB of a GPU)" if needed else ""))
-        return is_fitting
+            alternatives.append(f"{flags}{where}" + (f" (at least {needed / GIB:.1f} GiB of a GPU)" if needed else ""))
+        return choice.is_fitting
 
     savings = _list_savings(config)
     if not any(add_option({key: value}) for key, value in savings.items()) and len(savings) > 1:

@@ -210,16 +210,10 @@ class GpuDivision:
                 limit, limit_name = num_free - num_engines * self.gpus_per_engine, "all that engines leave"
         placement, nodes = self.config.cluster.trainer, list_allowed_nodes(self.config.cluster.trainer, self.nodes)
         limit = min(limit, sum(int(min(n.num_gpus, placement.max_per_node or n.num_gpus)) for n in nodes))
-        if is_vision_model(self.config.model.name):
-            self.reasons.append("trainer: 1 GPU, because a vision-language model is trained by one rank")
-            return 1
-        if self.config.trainer.optim.moments == "8bit":
-            self.reasons.append("trainer: 1 GPU, because moments in 8 bits need a trainer of one rank")
-            return 1
-        if self.config.model.quantize is not None:
-            self.reasons.append("trainer: 1 GPU, because a quantized base needs a trainer of one rank")
-            return 1
         limit = max(1, limit)
+        if limit > 1 and (reason := self._find_single_rank_reason()):
+            self.reasons.append(f"trainer: 1 GPU, because {reason}")
+            return 1
         fewest, why = self._find_fewest_ranks(limit)
         num_ranks = max(fewest, min(limit, self.num_gpus // GPUS_PER_RANK))
         if num_ranks > fewest:
@@ -234,6 +228,14 @@ class GpuDivision:
             why += f", and {num_more} more, too few for an engine of {self.gpus_per_engine}" if num_more else ""
         self.reasons.append(f"trainer: {num_ranks} of {format_count(self.num_gpus, 'GPU')}: {why}")
         return num_ranks
+
+    def _find_single_rank_reason(self) -> str | None:
+        """Return why the trainer has one rank on any number of GPUs; None if it may have several."""
+        if is_vision_model(self.config.model.name):
+            return "a vision-language model is trained by one rank"
+        if self.config.trainer.optim.moments == "8bit":
+            return "moments in 8 bits need a trainer of one rank"
+        return "a quantized base needs a trainer of one rank" if self.config.model.quantize is not None else None
 
     def _find_fewest_ranks(self, limit: int) -> tuple[int, str]:
         """Return the fewest ranks that hold the trainer's state, at most `limit`, and the numbers behind it."""

@@ -142,7 +142,12 @@ def _format_memory(config: RunConfig, placement: RunPlacement, model: ModelSize 
         for name, needed, memory in placement.list_memory()
         if not name.startswith("GPU")
     ]
-    return [*lines, f"memory, roughly: {'; '.join(sizes)}; {model.num_parameters:,} parameters, {model.origin}"]
+    return [*lines, f"memory, roughly: {'; '.join(sizes)}; {describe_size(model)}"]
+
+
+def describe_size(model: ModelSize) -> str:
+    """Return the number of parameters and layers of a model, and where they are from."""
+    return f"{model.num_parameters:,} parameters in {format_count(model.num_layers, 'layer')}, {model.origin}"
 
 
 def describe_run(config: RunConfig) -> str:
