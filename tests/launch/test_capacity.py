@@ -121,6 +121,16 @@ def test_a_pack_holds_the_longest_path():
     assert planned.trainer.pack_tokens == 20096
 
 
+def test_more_recomputed_layers_than_the_model_has_are_refused():
+    for name, is_known in (("tiny", True), ("org/Some-600M", False)):
+        run = build_run(name, trainer={"recompute_layers": 1000})
+        if is_known:
+            with pytest.raises(ConfigInvalid, match=r"trainer\.recompute_layers: the model has \d+ layers, got 1000"):
+                plan_run(run, [build_machine(1)])
+        else:
+            plan_run(run, [build_machine(1)])
+
+
 def test_a_run_on_a_cpu_is_not_changed():
     run = build_run("tiny")
     planned, _ = plan_run(run, [build_machine()])

@@ -25,7 +25,7 @@ from ramify.launch.memory import estimate_trainer
 from ramify.launch.placement import RunPlacement, place_processes
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
-from ramify.train.memory import ModelSize
+from ramify.train.memory import ModelSize, check_recompute_layers
 
 TRIED_GPUS = (2, 4, 8)  # of a machine, when a run that does not fit looks for one that it does
 SMALL_VLLM_FRACTION = 0.2  # of the GPU's memory, for vLLM
@@ -161,12 +161,14 @@ def plan_sizes(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool =
     fit, the smallest are returned. Raises ConfigInvalid if keys contradict each other.
     """
     find_size, planned, reasons = functools.cache(ModelSize.from_name), config, dict[str, str]()
+    if (model := find_size(config.model.name)) is not None and not model.is_guessed:
+        check_recompute_layers(config.trainer, model.num_layers)
     moments = None if fresh else find_saved_moments((config.shared_path or config.path) / CHECKPOINTS_DIR)
     if moments is not None and None not in _list_moments(config, nodes):
         planned, reasons = _with_settings(config, {MOMENTS_KEY: moments}), {MOMENTS_KEY: "as in the run's checkpoints"}
     choice = _find_sizes(planned, nodes, find_size)
     if choice.option.settings:
-        reasons = _explain_sizes(planned, choice, find_size(config.model.name)) | reasons
+        reasons = _explain_sizes(planned, choice, model) | reasons
     planned = _with_settings(planned, choice.option.settings)
     return planned, [f"{key} = {_get_value(planned, key)}: {reason}" for key, reason in reasons.items()]
 

@@ -24,10 +24,11 @@ from ramify.train.checkpoint_manifest import find_saved_moments
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, apply_fsdp
 from ramify.train.losses import load_loss
-from ramify.train.memory import ModelSize, estimate_rank
+from ramify.train.memory import ModelSize, check_recompute_layers, estimate_rank
 from ramify.train.metrics import MetricSums
 from ramify.train.model_inputs import LoadImage
 from ramify.train.policy_model import PolicyModel, compile_layers, load_policy
+from ramify.train.recompute import count_recomputable_layers
 from ramify.train.token_stats import TokenStatsWriter
 from ramify.train.trainer import Trainer
 from ramify.train.trial import run_trial
@@ -76,6 +77,7 @@ def build_trainer(
         raise ModelUnsupported("a vision-language model is trained by one rank: its tower is not sharded")
     if config.freeze_vision:
         freeze_vision_tower(policy)
+    check_recompute_layers(config, count_recomputable_layers(policy.model))
     log(FLAT_DESCRIPTION if flat else describe_pack_layout(policy.model.config))
     if experts := describe_experts(policy.model.config.to_dict()):
         log(experts)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ramify.core.errors import ModelNotFound, WeightsRefused
+from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, describe_experts
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights_manifest import read_tensor_shapes
@@ -187,6 +187,13 @@ def estimate_rank(
         activations=num_tokens * saved_elements * element_bytes,
         workspace=TORCH_BASE_BYTES + max(head_bytes, recomputed_bytes),
     )
+
+
+def check_recompute_layers(trainer: TrainerConfig, num_layers: int) -> None:
+    """Raise ConfigInvalid if more layers are recomputed than the model has."""
+    if trainer.num_recomputed_layers > num_layers:
+        problem = f"the model has {num_layers} layers, got {trainer.num_recomputed_layers}"
+        raise ConfigInvalid(f"{problem}; set at most {num_layers}, or 'auto'", key="trainer.recompute_layers")
 
 
 def count_trained(trainer: TrainerConfig, model: ModelSize) -> float:
