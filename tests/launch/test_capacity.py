@@ -131,6 +131,17 @@ def test_more_recomputed_layers_than_the_model_has_are_refused():
             plan_run(run, [build_machine(1)])
 
 
+def test_the_engine_of_the_model_at_the_start_is_sized_for_its_few_requests():
+    penalized = {**TRAIN, "algorithm": {"id": "grpo", "beta": 0.1}, "reference": "start"}
+    run = build_run("org/Some-2B", train=[penalized])
+    planned, placement = plan_run(run, [build_machine(1)])
+    engine = planned.all_models["start"].inference
+    assert engine.max_running_requests == 64 and engine.kv_cache_tokens <= 64 * 257
+    assert planned.identity == run.identity
+    sizes = {demand.name: demand.gpu_memory for demand in placement.demands}
+    assert sizes["models/start"] < sizes["inference/0"]
+
+
 def test_a_run_on_a_cpu_is_not_changed():
     run = build_run("tiny")
     planned, _ = plan_run(run, [build_machine()])

@@ -262,7 +262,7 @@ def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float
             sizes |= {"kv_cache_tokens": num_tokens} if is_known else {"kv_memory_fraction": UNPLANNED_KV_FRACTION}
         return sizes
 
-    models = dict(config.models)
+    models = dict(config.all_models)
     for name, model in models.items():
         if model.is_managed:
             sizes = choose(model.inference, model.name, MODEL_REQUESTS, config.seq_len + 1)

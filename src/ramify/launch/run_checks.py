@@ -19,7 +19,7 @@ from ramify.model.resolve import (
     read_vocab_size,
     resolve_model_path,
 )
-from ramify.orchestrate.run_config import RunConfig, uses_model
+from ramify.orchestrate.run_config import START_REFERENCE, RunConfig, uses_model
 from ramify.rollout.runtime.bwrap import describe_fallback
 
 
@@ -68,6 +68,8 @@ def _download_models(config: RunConfig) -> list[ConfigProblem]:
 def _list_started_models(config: RunConfig) -> dict[str, str]:
     """Return the names of the models that the run starts an engine for, by their keys."""
     models = {f"models.{name}.name": model.name for name, model in config.models.items() if model.is_managed}
+    if models.get(key := f"models.{START_REFERENCE}.name") == config.model.name:
+        del models[key]  # a plan adds it
     return {"model.name": config.model.name, **models}
 
 
