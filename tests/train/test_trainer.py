@@ -17,7 +17,7 @@ from ramify.model.precision import cpu_has_bfloat16
 from ramify.model.resolve import resolve_model_path
 from ramify.trace import AnnotatedTrace, Annotation, Message, Trace, VersionSpan, build_forest, make_padding_forest
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, load_loss, pack_forests
-from ramify.train.build import choose_moments, choose_trainer_dtype
+from ramify.train.build import choose_step_sizes, choose_trainer_dtype
 from ramify.train.config import OptimConfig, ScheduleConfig
 from ramify.train.distributed import Ranks
 from ramify.train.master_weights import MasterWeights, round_to_bfloat16
@@ -291,7 +291,7 @@ def test_weights_are_loaded_in_the_dtype_they_are_stored_in(stored, tmp_path):
 def test_the_format_of_moments_is_chosen_once():
     def choose(moments: str, saved: str | None = None, ranks: Ranks = SINGLE_RANK) -> str:
         config = TrainerConfig.model_validate({"optim": {"moments": moments}})
-        return choose_moments(resolve_model_path("tiny"), config, ranks, saved).format
+        return choose_step_sizes(resolve_model_path("tiny"), config, ranks, saved_moments=saved).optim.moments
 
     assert choose("auto") == "float32"
     assert choose("auto", saved="8bit") == "8bit"

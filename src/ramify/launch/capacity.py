@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ramify.core.config import Config
@@ -26,29 +25,33 @@ from ramify.launch.placement import RunPlacement, place_processes
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
 from ramify.train.memory import ModelSize, check_recompute_layers
+from ramify.train.step_sizes import (
+    LAYERS_KEY,
+    MOMENTS_KEY,
+    PACKS_KEY,
+    Settings,
+    SizeChoice,
+    SizeOption,
+    choose_sizes,
+    explain_step_sizes,
+    list_moments,
+    list_step_options,
+)
 
 TRIED_GPUS = (2, 4, 8)  # of a machine, when a run that does not fit looks for one that it does
 SMALL_VLLM_FRACTION = 0.2  # of the GPU's memory, for vLLM
 MIN_SEQ_LEN = 512  # the shortest that is suggested
-PACK_SIZES = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
-PACK_MULTIPLE = 128
-PACK_LOSS_TOKENS = 1024  # lost per pack: padding, prefixes that are computed again, and the sum of its gradients
-RECOMPUTED_FRACTIONS = (0, 0.25, 0.5, 0.75, 1)  # of the layers
-RECOMPUTE_COST = 1 / 3  # of a step, if all layers are recomputed
 # How much slower a run is with a part of the KV cache that its requests can need at their full length.
 CACHE_COSTS = {1: 1.0, 1 / 2: 1.01, 1 / 4: 1.04, 1 / 8: 1.16, 1 / 16: 1.4, 1 / 32: 2.0}
-MAX_MOMENTS_COST = 1.5  # 8-bit moments are chosen if the run is slower by more than this with float32
 MIN_RUNNING_REQUESTS, MAX_RUNNING_REQUESTS = 64, 512  # of an engine
 MAX_CACHE_SHARING = 4  # running requests for each one that the KV cache can hold at full length
 MODEL_REQUESTS = 64  # running requests of another model, which scores or judges
 UNPLANNED_KV_FRACTION = 0.4  # of the memory, for an engine of a model whose size is unknown
-MOMENTS_KEY, PACKS_KEY, LAYERS_KEY = "trainer.optim.moments", "trainer.pack_tokens", "trainer.recompute_layers"
 RUNNING_KEY, BATCHED_KEY = "inference.max_running_requests", "inference.max_num_batched_tokens"
 SET_BY_USER = "as configured"
 CACHE_KEY, FRACTION_KEY = "inference.kv_cache_tokens", "inference.kv_memory_fraction"
 
 ConfigT = TypeVar("ConfigT", bound=Config)
-Settings = dict[str, Any]  # values by dotted key
 
 
 def place_run(config: RunConfig, nodes: Sequence[ClusterNode], *, user_config: RunConfig | None = None) -> RunPlacement:
@@ -136,24 +139,6 @@ def list_gpu_notes(config: RunConfig, nodes: Sequence[ClusterNode]) -> list[str]
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SizeOption:
-    """Settings that decide how much memory a run takes, and how slow it is with them, relative to the fastest."""
-
-    settings: Settings
-    cost: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class SizeChoice:
-    """The sizes chosen for a run, the smallest that it can have, and why AdamW's moments have their format."""
-
-    option: SizeOption
-    smallest: SizeOption
-    is_fitting: bool
-    moments_reason: str
-
-
 def plan_sizes(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> tuple[RunConfig, list[str]]:
     """Return the configuration with a value for each size of processes on GPUs that is `auto`, and the reasons.
 
@@ -164,7 +149,7 @@ def plan_sizes(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool =
     if (model := find_size(config.model.name)) is not None and not model.is_guessed:
         check_recompute_layers(config.trainer, model.num_layers)
     moments = None if fresh else find_saved_moments((config.shared_path or config.path) / CHECKPOINTS_DIR)
-    if moments is not None and None not in _list_moments(config, nodes):
+    if moments is not None and None not in _list_run_moments(config, nodes):
         planned, reasons = _with_settings(config, {MOMENTS_KEY: moments}), {MOMENTS_KEY: "as in the run's checkpoints"}
     choice = _find_sizes(planned, nodes, find_size)
     if choice.option.settings:
@@ -174,27 +159,15 @@ def plan_sizes(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool =
 
 
 def _find_sizes(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> SizeChoice:
-    """Return the fastest sizes that fit; if none fit, the smallest sizes.
-
-    Moments are float32, unless the run fits only with 8 bits, or is more than 1.5 times slower with float32.
-    """
-    chosen, smallest, reason = None, SizeOption({}), "it fits"
-    for moments in _list_moments(config, nodes):
-        options = _list_options(config, nodes, find_size, moments)
-        if chosen is not None and chosen.cost <= MAX_MOMENTS_COST * options[0].cost:
-            break
-        is_fitting = fits(_with_settings(config, options[-1].settings), nodes, find_size)
-        candidates = options if is_fitting else []
-        option = next((o for o in candidates if fits(_with_settings(config, o.settings), nodes, find_size)), None)
-        if option is None and chosen is None:
-            smallest = options[-1]
-            needed = _measure_gpu_need(_with_settings(config, smallest.settings), nodes, find_size)
-            reason = f"{moments} does not fit, it needs at least {needed / GIB:.1f} GiB of a GPU"
-        elif option is not None and (chosen is None or chosen.cost > MAX_MOMENTS_COST * option.cost):
-            if chosen is not None:
-                reason = f"float32 fits, but is about {chosen.cost / option.cost:.1f} times slower"
-            chosen, smallest = option, options[-1]
-    return SizeChoice(chosen or smallest, smallest, chosen is not None, reason)
+    """Return the fastest sizes that fit; if none fit, the smallest sizes."""
+    options = (
+        (moments, _list_options(config, nodes, find_size, moments)) for moments in _list_run_moments(config, nodes)
+    )
+    return choose_sizes(
+        options,
+        lambda settings: fits(_with_settings(config, settings), nodes, find_size),
+        lambda settings: _measure_gpu_need(_with_settings(config, settings), nodes, find_size),
+    )
 
 
 def _measure_gpu_need(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> int:
@@ -203,36 +176,26 @@ def _measure_gpu_need(config: RunConfig, nodes: Sequence[ClusterNode], find_size
     return max((needed for name, needed, _ in placement.list_memory() if name.startswith("GPU")), default=0)
 
 
-def _list_moments(config: RunConfig, nodes: Sequence[ClusterNode]) -> list[str | None]:
+def _list_run_moments(config: RunConfig, nodes: Sequence[ClusterNode]) -> list[str | None]:
     """Return the formats of AdamW's moments to choose from, preferred first; [None] if the format is fixed."""
-    optim, num_ranks = config.trainer.optim, config.launch.trainer_gpus or config.cluster.trainer.num_ranks or 1
     on_gpu = uses_gpu(config.trainer.device, sum(node.num_gpus for node in nodes))
-    if optim.moments != "auto" or optim.type != "adamw" or not on_gpu:
-        return [None]
-    return ["float32", "8bit"] if num_ranks == 1 else ["float32"]
+    num_ranks = config.launch.trainer_gpus or config.cluster.trainer.num_ranks or 1
+    return list_moments(config.trainer, num_ranks) if on_gpu else [None]
 
 
 def _list_options(
     config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize, moments: str | None
 ) -> list[SizeOption]:
     """Return all sizes to choose from, the fastest first and the smallest last."""
-    trainer, model, division = config.trainer, find_size(config.model.name), GpuDivision(config, nodes, find_size)
-    packs = layers = list[int | None]([None])
-    if model is not None and division.gpus_per_rank and trainer.pack_tokens == "auto":
-        longest = -(-config.seq_len // PACK_MULTIPLE) * PACK_MULTIPLE  # a path is never split
-        packs = [longest, *(tokens for tokens in PACK_SIZES if tokens > longest)]
-        packs = packs if longest >= PACK_SIZES[-1] else packs[1:]
-    if model is not None and division.gpus_per_rank and trainer.recompute_layers == "auto":
-        layers = list(dict.fromkeys(round(fraction * model.num_layers) for fraction in RECOMPUTED_FRACTIONS))
+    model, division = find_size(config.model.name), GpuDivision(config, nodes, find_size)
+    steps = [SizeOption({} if moments is None else {MOMENTS_KEY: moments})]
+    if model is not None and division.gpus_per_rank:
+        steps = list_step_options(config.trainer, model, config.seq_len, moments)
     engines = [(_list_engine_settings(config, division, share), cost) for share, cost in CACHE_COSTS.items()]
-    options: list[SizeOption] = []
-    for num_tokens, num_layers, (engine_settings, cost) in itertools.product(packs, layers, engines):
-        sizes = {MOMENTS_KEY: moments, PACKS_KEY: num_tokens, LAYERS_KEY: num_layers}
-        settings = {key: value for key, value in sizes.items() if value is not None}
-        settings |= engine_settings
-        cost *= 1 + PACK_LOSS_TOKENS / num_tokens if num_tokens else 1
-        cost *= 1 + RECOMPUTE_COST * num_layers / model.num_layers if num_layers and model is not None else 1
-        options.append(SizeOption(settings, cost))
+    options = [
+        SizeOption(step.settings | engine_settings, step.cost * cost)
+        for step, (engine_settings, cost) in itertools.product(steps, engines)
+    ]
     return sorted(options, key=lambda option: option.cost)
 
 
@@ -281,9 +244,7 @@ def _explain_sizes(user_config: RunConfig, choice: SizeChoice, model: ModelSize 
     max_len = getattr(user_config.inference, "max_model_len", None) or user_config.seq_len
     cache_share = settings.get(CACHE_KEY, 0) / (num_requests * max_len)
     reasons = {
-        MOMENTS_KEY: choice.moments_reason,
-        PACKS_KEY: "the fastest that fits; at least seq_len, because a path is never split",
-        LAYERS_KEY: f"of {model.num_layers if model is not None else 0} layers, as few as fit",
+        **explain_step_sizes(choice, model),
         RUNNING_KEY: f"at most two batches of {batch_size} for all engines, and what the cache can hold",
         BATCHED_KEY: "a longer prefill in one step is not faster",
         CACHE_KEY: f"{cache_share:.0%} of what {num_requests} requests of full length can need",

@@ -19,9 +19,9 @@ from ramify.train.batch import Batch, PackSpec, repack
 from ramify.train.config import TrainerConfig
 from ramify.train.policy_model import PolicyModel
 from ramify.train.recompute import count_recomputable_layers, recompute_layers
+from ramify.train.step_sizes import PACK_MULTIPLE
 
 LIMITS_FILE = "activation_limits.json"  # in the directory of the checkpoints
-PACK_MULTIPLE = 128  # `pack_tokens` is a multiple of it
 NUM_RECOMPUTE_STEPS = 4  # lowerings of the limits after which all layers are recomputed
 MEMORY_ADVICE = "use LoRA, 8-bit moments, a shorter seq_len, more GPUs, or leave the engines less memory"
 

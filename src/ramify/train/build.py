@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -24,11 +22,11 @@ from ramify.train.checkpoint_manifest import find_saved_moments
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, apply_fsdp
 from ramify.train.losses import load_loss
-from ramify.train.memory import ModelSize, check_recompute_layers, estimate_rank
+from ramify.train.memory import ModelSize, check_recompute_layers
 from ramify.train.metrics import MetricSums
 from ramify.train.model_inputs import LoadImage
 from ramify.train.policy_model import PolicyModel, compile_layers, load_policy
-from ramify.train.recompute import count_recomputable_layers
+from ramify.train.step_sizes import MOMENTS_KEY, plan_step
 from ramify.train.token_stats import TokenStatsWriter
 from ramify.train.trainer import Trainer
 from ramify.train.trial import run_trial
@@ -46,6 +44,7 @@ def build_trainer(
     total_steps: int | None = None,
     seed: int = 0,
     flat: bool = False,
+    seq_len: int = 0,
     media: Path | None = None,
     checkpoints: Path | None = None,
     token_stats: TokenStatsWriter | None = None,
@@ -54,36 +53,29 @@ def build_trainer(
     """Build this rank's trainer of the model in `model_path`. On a GPU it runs a trial.
 
     `quantize` is the format of fixed weights beside adapters, if they are quantized; `total_steps` is the length of the
-    run, for schedules that need it; `seed` initializes adapters. Set `flat` if no batch shares prefixes. `media` is the
-    directory of the run's images, for batches that refer to them by hash; `checkpoints` is the directory of its
-    checkpoints, whose format of moments `optim.moments = "auto"` continues, and of the limits that an earlier trainer
-    had to lower. `token_stats`, if given, gets logprob and entropy of every trained token. `log` receives lines on
-    layout, experts, dtype, operators and lowered limits.
+    run, for schedules that need it; `seed` initializes adapters. Set `flat` if no batch shares prefixes. `seq_len` is
+    the length of the longest path, which a pack holds if `pack_tokens = "auto"`. `media` is the directory of the run's
+    images, for batches that refer to them by hash; `checkpoints` is the directory of its checkpoints, whose format of
+    moments `optim.moments = "auto"` continues, and of the limits that an earlier trainer had to lower. `token_stats`,
+    if given, gets logprob and entropy of every trained token. `log` receives lines on layout, experts, dtype,
+    operators, sizes and lowered limits.
     """
     is_cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
     if is_cuda:
         reserve_gpu_memory(int(os.environ.get(RESERVED_MEMORY_VARIABLE, "0")))
-    if quantize and ranks.world_size > 1:
-        raise ConfigInvalid("a quantized model is trained by one rank; remove the key", key="model.quantize")
-    # FSDP moves the model layer by layer, and quantization matrix by matrix, so that no GPU holds all of it.
-    load_device = torch.device("cpu") if ranks.world_size > 1 or quantize else ranks.device
-    policy = load_policy(
-        model_path,
-        load_loss(config.loss.id, config.loss.options),
-        device=load_device,
-        dtype=choice.dtype,
+    saved_moments = find_saved_moments(checkpoints) if checkpoints is not None else None
+    config = choose_step_sizes(
+        model_path, config, ranks, saved_moments=saved_moments, seq_len=seq_len, quantize=quantize, log=log
     )
-    if policy.tower is not None and ranks.world_size > 1:
-        raise ModelUnsupported("a vision-language model is trained by one rank: its tower is not sharded")
-    if config.freeze_vision:
-        freeze_vision_tower(policy)
-    check_recompute_layers(config, count_recomputable_layers(policy.model))
+    policy = _load_policy(model_path, config, ranks, choice.dtype, quantize)
     log(FLAT_DESCRIPTION if flat else describe_pack_layout(policy.model.config))
     if experts := describe_experts(policy.model.config.to_dict()):
         log(experts)
     log(f"dtype: {choice}")
     uses_tree_attention = policy.layout is PackLayout.FOREST
     log(f"operators: {describe_tree_attention(ranks.device) if uses_tree_attention else 'from the model'}")
+    if is_cuda or config.optim.moments != "float32":
+        log(f"moments: {config.optim.moments}")
     if (lora := config.lora).enabled:
         add_adapters(policy.model, lora.rank, lora.alpha, lora.target_modules, seed)
         if quantize:
@@ -92,11 +84,44 @@ def build_trainer(
             policy.to(ranks.device)
     if is_cuda if config.compile is None else config.compile:
         compile_layers(policy)
-    moments = choose_moments(model_path, config, ranks, find_saved_moments(checkpoints) if checkpoints else None)
-    if is_cuda or moments.format != "float32":
-        log(f"moments: {moments}")
     if ranks.world_size > 1:
         apply_fsdp(policy, ranks, choice.dtype)
+    trainer = Trainer(
+        policy,
+        config,
+        total_steps=total_steps,
+        dtype=choice.dtype if ranks.world_size == 1 else torch.float32,  # FSDP casts the weights itself
+        merge_sums=lambda sums: MetricSums.merge(ranks.all_gather(sums)),
+        num_ranks=ranks.world_size,
+        load_image=build_image_loader(model_path, media) if policy.tower is not None else None,
+        token_stats=token_stats,
+        activations=_build_activation_budget(policy, config, ranks, checkpoints, log),
+    )
+    if is_cuda:
+        run_trial(trainer)
+    return trainer
+
+
+def _load_policy(
+    model_path: Path, config: TrainerConfig, ranks: Ranks, dtype: torch.dtype, quantize: QuantizeMode | None
+) -> PolicyModel:
+    """Load the model with its loss. Raises ConfigInvalid or ModelUnsupported if these ranks cannot train it."""
+    if quantize and ranks.world_size > 1:
+        raise ConfigInvalid("a quantized model is trained by one rank; remove the key", key="model.quantize")
+    # FSDP moves the model layer by layer, and quantization matrix by matrix, so that no GPU holds all of it.
+    device = torch.device("cpu") if ranks.world_size > 1 or quantize else ranks.device
+    policy = load_policy(model_path, load_loss(config.loss.id, config.loss.options), device=device, dtype=dtype)
+    if policy.tower is not None and ranks.world_size > 1:
+        raise ModelUnsupported("a vision-language model is trained by one rank: its tower is not sharded")
+    if config.freeze_vision:
+        freeze_vision_tower(policy)
+    return policy
+
+
+def _build_activation_budget(
+    policy: PolicyModel, config: TrainerConfig, ranks: Ranks, checkpoints: Path | None, log: Callable[[str], None]
+) -> ActivationBudget:
+    """Return the limits of the configuration, or those that an earlier trainer of the run has lowered."""
     planned = ActivationLimits.from_config(config)
 
     def record_lowered(former: ActivationLimits, lowered: ActivationLimits, reason: str) -> None:
@@ -107,26 +132,7 @@ def build_trainer(
     limits = ranks.broadcast(read_limits(checkpoints, planned)) if checkpoints is not None else planned
     if limits != planned:
         log(f"memory: {limits} instead of {planned}, as an earlier start of this run found; other settings undo it")
-    trainer = Trainer(
-        policy,
-        config.with_moments(moments.format),
-        total_steps=total_steps,
-        dtype=choice.dtype if ranks.world_size == 1 else torch.float32,  # FSDP casts the weights itself
-        merge_sums=lambda sums: MetricSums.merge(ranks.all_gather(sums)),
-        num_ranks=ranks.world_size,
-        load_image=build_image_loader(model_path, media) if policy.tower is not None else None,
-        token_stats=token_stats,
-        activations=ActivationBudget(
-            policy,
-            planned,
-            limits=limits,
-            num_ranks=ranks.world_size,
-            on_lowered=record_lowered,
-        ),
-    )
-    if is_cuda:
-        run_trial(trainer)
-    return trainer
+    return ActivationBudget(policy, planned, limits=limits, num_ranks=ranks.world_size, on_lowered=record_lowered)
 
 
 def reserve_gpu_memory(num_bytes: int) -> None:
@@ -163,41 +169,37 @@ def choose_trainer_dtype(config: TrainerConfig, ranks: Ranks) -> DtypeChoice:
     return DtypeChoice(torch.bfloat16, "the default on a GPU")
 
 
-@dataclass(frozen=True, slots=True)
-class MomentsChoice:
-    """The format of AdamW's moments, and the reason in a few words."""
+def choose_step_sizes(
+    model_path: Path,
+    config: TrainerConfig,
+    ranks: Ranks,
+    *,
+    saved_moments: str | None = None,
+    seq_len: int = 0,
+    quantize: QuantizeMode | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> TrainerConfig:
+    """Return the settings with a value for each size of a step; a plan of an RL run has chosen all of them.
 
-    format: Literal["float32", "8bit"]
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.format} ({self.reason})"
-
-
-def choose_moments(model_path: Path, config: TrainerConfig, ranks: Ranks, saved: str | None) -> MomentsChoice:
-    """Choose the format of AdamW's moments; `saved` is the format in the run's checkpoints, if there are any.
-
-    An RL run has chosen it when it was planned. Here it is chosen for a model that is already on the device.
-
-    Raises ConfigInvalid if several ranks would have moments in 8 bits.
+    `saved_moments` is the format of AdamW's moments in the run's checkpoints, which it continues. Raises ConfigInvalid
+    if several ranks would have moments in 8 bits.
     """
-    optim, device = config.optim, ranks.device
-    reason = "requested"
-    if optim.moments == "auto" and saved is not None:
-        optim, reason = config.with_moments(saved).optim, "as in the run's checkpoints"
-    optim.check_ranks(ranks.world_size)
-    if optim.moments != "auto":
-        return MomentsChoice(optim.moments, reason)
-    if device.type != "cuda" or ranks.world_size > 1 or optim.type != "adamw":
-        return MomentsChoice("float32", "the default")
-    if (model := ModelSize.from_name(str(model_path))) is None:
-        return MomentsChoice("float32", "the size of the model is unknown")
-    if config.recompute_layers == "auto":  # a trial raises the number if that is needed
-        config = config.model_copy(update={"recompute_layers": model.num_layers})
-    needed = estimate_rank(config, model, gpu=True).with_headroom
-    available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    sizes = f"training takes about {needed / 2**30:.1f} GiB with float32, {available / 2**30:.1f} GiB are available"
-    return MomentsChoice("float32" if needed <= available else "8bit", sizes)
+    if config.optim.moments == "auto" and saved_moments is not None:
+        config = config.with_moments(saved_moments)
+        log(f"{MOMENTS_KEY} = {saved_moments}: as in the run's checkpoints")
+    config.optim.check_ranks(ranks.world_size)
+    model = ModelSize.from_name(str(model_path))
+    if model is not None and not model.is_guessed:
+        check_recompute_layers(config, model.num_layers)
+    if model is not None and ranks.device.type == "cuda":
+        memory = torch.cuda.mem_get_info(ranks.device)[0]
+        planned, reasons = plan_step(
+            config, model, seq_len=seq_len, num_ranks=ranks.world_size, memory=memory, quantize=quantize
+        )
+        config, reasons = ranks.broadcast((planned, reasons))  # GPUs may differ in their free memory
+        for reason in reasons:
+            log(reason)
+    return config.with_moments("float32") if config.optim.moments == "auto" else config
 
 
 def get_pack_spec(trainer: Trainer) -> PackSpec:

@@ -23,7 +23,7 @@ PATH_TOKENS = 128  # of a path in the packs of a trial: short, so that every mod
 def run_trial(trainer: Trainer) -> None:
     """Run forward and backward over two packs of the largest size, with the optimizer's moments in memory.
 
-    Afterwards weights, optimizer and random state are as before. Muon's momentum and images are left out.
+    Afterwards weights, optimizer and random state are as before. Images are left out.
 
     Raises what `Trainer.forward_backward` raises, and GpuMemoryFull if the moments do not fit.
     """
@@ -43,13 +43,23 @@ def _build_pack(pack_tokens: int, vocab_size: int) -> Forest:
 
 
 def _allocate_moments(trainer: Trainer) -> None:
-    """Make the optimizers allocate their state, by an update that they skip: its gradient norm is not finite."""
+    """Make the optimizers allocate their state, by an update that they skip: its gradient norm is not finite.
+
+    Muon allocates nothing in such an update, so its momentum is added.
+    """
     try:
         for parameter in trainer.master_weights.parameters():
             parameter.grad = torch.zeros_like(parameter)
         trainer.optimizer.update(0.0, torch.full((), math.inf, device=trainer.device))
+        for optimizer in trainer.optimizer.optimizers:
+            for parameter in _list_parameters(optimizer) if isinstance(optimizer, torch.optim.Muon) else ():
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, dtype=torch.float32)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         problem = f"there is no room for gradients and moments: {describe_shortage(error)}"
         raise GpuMemoryFull(f"{problem}; {MEMORY_ADVICE}") from error
+
+
+def _list_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -222,6 +222,7 @@ class _SftRun:
             quantize=config.model.quantize,
             total_steps=self.total_steps,
             seed=config.seed,
+            seq_len=config.seq_len,
             checkpoints=self.checkpoints.directory,
             log=self.display.print_line,
         )

@@ -1,0 +1,132 @@
+"""The sizes of a training step to choose from, and the choice: the fastest that fit.
+
+A step takes more or less memory by the tokens of a pack, the number of recomputed layers, and the format of AdamW's
+moments. The plan of an RL run chooses them together with the sizes of its engines. A trainer without a plan, as of
+`ramify sft`, chooses them here, by the same options, costs and rule. Needs no torch.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ramify.train.config import TrainerConfig
+from ramify.train.memory import ModelSize, estimate_rank
+
+PACK_SIZES = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
+PACK_MULTIPLE = 128  # `pack_tokens` is a multiple of it
+PACK_LOSS_TOKENS = 1024  # lost per pack: padding, prefixes that are computed again, and the sum of its gradients
+RECOMPUTED_FRACTIONS = (0, 0.25, 0.5, 0.75, 1)  # of the layers
+RECOMPUTE_COST = 1 / 3  # of a step, if all layers are recomputed
+MAX_MOMENTS_COST = 1.5  # 8-bit moments are chosen if the run is slower by more than this with float32
+MOMENTS_KEY, PACKS_KEY, LAYERS_KEY = "trainer.optim.moments", "trainer.pack_tokens", "trainer.recompute_layers"
+GIB = 1 << 30
+
+Settings = dict[str, Any]  # values by dotted key
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOption:
+    """Settings that decide how much memory a run takes, and how slow it is with them, relative to the fastest."""
+
+    settings: Settings
+    cost: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SizeChoice:
+    """The sizes chosen for a run, the smallest that it can have, and why AdamW's moments have their format."""
+
+    option: SizeOption
+    smallest: SizeOption
+    is_fitting: bool
+    moments_reason: str
+
+
+def list_moments(trainer: TrainerConfig, num_ranks: int) -> list[str | None]:
+    """Return the formats of AdamW's moments to choose from on GPUs, preferred first; [None] if the format is fixed."""
+    if trainer.optim.moments != "auto" or trainer.optim.type != "adamw":
+        return [None]
+    return ["float32", "8bit"] if num_ranks == 1 else ["float32"]
+
+
+def list_step_options(trainer: TrainerConfig, model: ModelSize, seq_len: int, moments: str | None) -> list[SizeOption]:
+    """Return the sizes of a step to choose from on GPUs. A pack holds `seq_len` tokens: a path is never split."""
+    packs = layers = list[int | None]([None])
+    if trainer.pack_tokens == "auto":
+        longest = -(-seq_len // PACK_MULTIPLE) * PACK_MULTIPLE
+        packs = [longest, *(tokens for tokens in PACK_SIZES if tokens > longest)]
+        packs = packs if longest >= PACK_SIZES[-1] else packs[1:]
+    if trainer.recompute_layers == "auto":
+        layers = list(dict.fromkeys(round(fraction * model.num_layers) for fraction in RECOMPUTED_FRACTIONS))
+    options: list[SizeOption] = []
+    for num_tokens, num_layers in itertools.product(packs, layers):
+        sizes = {MOMENTS_KEY: moments, PACKS_KEY: num_tokens, LAYERS_KEY: num_layers}
+        cost = 1 + PACK_LOSS_TOKENS / num_tokens if num_tokens else 1.0
+        cost *= 1 + RECOMPUTE_COST * num_layers / model.num_layers if num_layers else 1.0
+        options.append(SizeOption({key: value for key, value in sizes.items() if value is not None}, cost))
+    return options
+
+
+def choose_sizes(
+    options_by_moments: Iterable[tuple[str | None, Sequence[SizeOption]]],
+    fits: Callable[[Settings], bool],
+    measure_need: Callable[[Settings], int],
+) -> SizeChoice:
+    """Return the fastest sizes that fit; if none fit, the smallest sizes. Options have the fastest first.
+
+    Moments are float32, unless the run fits only with 8 bits, or is more than 1.5 times slower with float32.
+    `measure_need` returns the bytes of a GPU that settings need.
+    """
+    chosen, smallest, reason = None, SizeOption({}), "it fits"
+    for moments, options in options_by_moments:
+        if chosen is not None and chosen.cost <= MAX_MOMENTS_COST * options[0].cost:
+            break
+        candidates = options if fits(options[-1].settings) else []
+        option = next((option for option in candidates if fits(option.settings)), None)
+        if option is None and chosen is None:
+            smallest, needed = options[-1], measure_need(options[-1].settings)
+            reason = f"{moments} does not fit, it needs at least {needed / GIB:.1f} GiB of a GPU"
+        elif option is not None and (chosen is None or chosen.cost > MAX_MOMENTS_COST * option.cost):
+            if chosen is not None:
+                reason = f"float32 fits, but is about {chosen.cost / option.cost:.1f} times slower"
+            chosen, smallest = option, options[-1]
+    return SizeChoice(chosen or smallest, smallest, chosen is not None, reason)
+
+
+def explain_step_sizes(choice: SizeChoice, model: ModelSize | None) -> dict[str, str]:
+    """Return why each size of a step has its value, by key."""
+    return {
+        MOMENTS_KEY: choice.moments_reason,
+        PACKS_KEY: "the fastest that fits; at least seq_len, because a path is never split",
+        LAYERS_KEY: f"of {model.num_layers if model is not None else 0} layers, as few as fit",
+    }
+
+
+def plan_step(
+    trainer: TrainerConfig, model: ModelSize, *, seq_len: int, num_ranks: int, memory: int, quantize: str | None = None
+) -> tuple[TrainerConfig, list[str]]:
+    """Return the settings of a trainer alone on GPUs with `memory` bytes, with a value for each size, and the reasons.
+
+    If nothing fits, the sizes are the smallest.
+    """
+
+    def measure_need(settings: Settings) -> int:
+        sized = with_step_sizes(trainer, settings)
+        return estimate_rank(sized, model, gpu=True, num_ranks=num_ranks, quantize=quantize).with_headroom
+
+    options = (
+        (moments, sorted(list_step_options(trainer, model, seq_len, moments), key=lambda option: option.cost))
+        for moments in list_moments(trainer, num_ranks)
+    )
+    choice = choose_sizes(options, lambda settings: measure_need(settings) <= memory, measure_need)
+    settings, reasons = choice.option.settings, explain_step_sizes(choice, model)
+    return with_step_sizes(trainer, settings), [f"{key} = {value}: {reasons[key]}" for key, value in settings.items()]
+
+
+def with_step_sizes(trainer: TrainerConfig, settings: Settings) -> TrainerConfig:
+    """Return a trainer's settings with these sizes of a step."""
+    if MOMENTS_KEY in settings:
+        trainer = trainer.with_moments(settings[MOMENTS_KEY])
+    names = {"pack_tokens": PACKS_KEY, "recompute_layers": LAYERS_KEY}
+    return trainer.model_copy(update={name: settings[key] for name, key in names.items() if key in settings})
