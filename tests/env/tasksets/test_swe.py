@@ -167,6 +167,11 @@ ATTACKS = {
     },
     "patched pytest": {"pytest.py": "main = lambda args: 0\n", "json.py": "dumps = None\n", "a.txt": "a"},
     "own tests": {"tests/test_calc.py": "def test_add(): pass\ndef test_zero(): pass\n", "a.txt": "a"},
+    "patched function of pytest": {
+        "calc.py": "from _pytest.runner import CallInfo\nfrom_call = CallInfo.from_call\n"
+        "def passes(func, *args, **kwargs):\n    return from_call(lambda: None, *args, **kwargs)\n"
+        "CallInfo.from_call = staticmethod(passes)\ndef add(a, b): return 0\n",
+    },
     "settings": {"pytest.ini": "[pytest]\naddopts = -p evil\n", "evil.py": "", "a.txt": "a"},
 }
 
@@ -212,7 +217,32 @@ def test_row_of_r2e_gym():
     assert (row.shape, row.problem, row.image) == ("r2e-gym", "add subtracts", "images.example/calc_final:abc")
     assert row.expected_tests == ("TestAdd.test_add", "test_zero") and row.other_tests == ("test_old",)
     assert row.name_test("r2e_tests/test_1.py::TestAdd::test_add") == "TestAdd.test_add"
-    assert "/r2e_tests" in row.hidden_paths and row.gold_patch == ""
+    assert "/r2e_tests" in row.hidden_paths and "parsed_commit.json" in row.hidden_paths and row.gold_patch == ""
+
+
+def test_commit_of_r2e_gym_becomes_the_gold_patch():
+    def describe(path: str) -> dict:
+        lines = [("context", "def add(a, b):"), ("deleted", "    return a - b"), ("added", "    return a + b")]
+        return {
+            "header": {"file": {"path": path}, "misc_line": None},
+            "minus_file": {"path": f"a/{path}"},
+            "plus_file": {"path": f"b/{path}"},
+            "hunks": [
+                {
+                    "descriptor": {"old_range": {"start": 1, "length": 2}, "new_range": {"start": 1, "length": 2}},
+                    "line_group": {"all_lines": [{"type": kind, "content": text} for kind, text in lines]},
+                }
+            ],
+        }
+
+    files = ["calc.py", "tests/helper.py", "pkg/test_calc.py", "calc_test.py", "README.md"]
+    commit = json.dumps({"file_diffs": [describe(path) for path in files]})
+    assert parse_row(R2E_GYM | {"parsed_commit_content": commit}).gold_patch == GOLD_PATCH
+
+
+def test_colors_in_the_names_of_tests_are_removed():
+    outcomes = json.dumps({"\x1b[1mtest_add\x1b[0m - why": "PASSED"})
+    assert parse_row(R2E_GYM | {"expected_output_json": outcomes}).expected_tests == ("test_add",)
 
 
 @pytest.mark.parametrize(
@@ -254,9 +284,10 @@ def test_patch_keeps_only_changes_to_code():
         return f"diff --git a/{name} b/{name}\n{text}--- a/{name}\n+++ b/{name}\n@@ -1 +1 @@\n-a\n+diff --git a/x b/x\n"
 
     names = ["src/a.py", "conftest.py", "a/conftest.py", "setup.cfg", "b.pth", "pytest/c.py", "src/pytest/d.py", "t.py"]
+    names += ["evil-1.dist-info/entry_points.txt", "a/b.egg-info/x"]
     patch, removed = filter_patch("".join(map(change, names)), {"t.py"})
     assert find_changed_files(patch) == ["src/a.py", "src/pytest/d.py"]
-    assert removed == ["conftest.py", "a/conftest.py", "setup.cfg", "b.pth", "pytest/c.py", "t.py"]
+    assert removed == ["conftest.py", "a/conftest.py", "setup.cfg", "b.pth", "pytest/c.py", "t.py", *names[-2:]]
     moved = "diff --git a/x.py b/conftest.py\nsimilarity index 100%\nrename from x.py\nrename to conftest.py\n"
     assert filter_patch(moved, ())[0] == ""
 

@@ -5,7 +5,7 @@
 | image | `docker_image` | `image`, else from the instance id | `image_url` |
 | tests | in the image, `/r2e_tests` | `test_patch` | `f2p_patch`, `f2p_script` |
 | expected | `expected_output_json` | `FAIL_TO_PASS`, `PASS_TO_PASS` | the same |
-| gold | none | `patch` | `patch` |
+| gold | `parsed_commit_content` | `patch` | `patch` |
 """
 
 import hashlib
@@ -26,11 +26,12 @@ from ramify.env.tasksets.data_files import DataRow
 
 # names that change how pytest or Python starts, in any directory
 PROTECTED_NAMES = frozenset(
-    {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"}
-    | {"sitecustomize.py", "usercustomize.py", "pytest.py", "run_tests.sh"}
+    {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pytest.py", "run_tests.sh"}
+    | {"tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 )
 PROTECTED_SUFFIXES = (".pth", ".pyc", ".egg-link")
 PROTECTED_DIRECTORIES = frozenset({"pytest", "_pytest", "pluggy", "r2e_tests", ".git", ".venv"})  # at the top
+METADATA_SUFFIXES = (".dist-info", ".egg-info")  # pytest loads the plugins that such a directory names
 
 _FILE_HEADER = re.compile(r"^diff --git ", re.MULTILINE)
 _PATHS = re.compile(r'^diff --git "?a/(.+?)"? "?b/(.+?)"?$', re.MULTILINE)
@@ -64,6 +65,7 @@ def is_protected(name: str, protected_files: Container[str]) -> bool:
         or path.name in PROTECTED_NAMES
         or path.suffix in PROTECTED_SUFFIXES
         or path.parts[0] in PROTECTED_DIRECTORIES
+        or any(part.endswith(METADATA_SUFFIXES) for part in path.parts)
     )
 
 
@@ -71,9 +73,20 @@ RowShape = Literal["r2e-gym", "swe-bench", "scale-swe"]
 SWE_BENCH_IMAGE = "swebench/sweb.eval.x86_64.{instance}:latest"
 TESTBED = "/testbed"  # where images of R2E-Gym and SWE-bench have the repository
 R2E_TESTS = "/r2e_tests"
+R2E_FILES = (  # in the repository; they hold tests, or the fix
+    "r2e_tests",
+    "run_tests.sh",
+    "parsed_commit.json",
+    "execution_result.json",
+    "expected_test_output.json",
+    "syn_issue.json",
+    "modified_files.json",
+    "modified_entities.json",
+)
 F2P_SCRIPT = "test_fail_to_pass.py"  # the name under which the tests of Scale-SWE expect `f2p_script`
 DIGEST_DIGITS = 16
 
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _CHANGED_FILE = re.compile(r"^\+\+\+ b/(.+?)\s*$", re.MULTILINE)
 
 
@@ -157,7 +170,9 @@ def find_changed_files(patch: str) -> list[str]:
 
 def _parse_r2e_gym(row: DataRow, image_template: str | None) -> SweRow:
     outcomes = cast(dict[str, str], _parse_json(row["expected_output_json"]))
-    names = {name.split(" - ")[0].strip(): outcome for name, outcome in outcomes.items() if name.strip()}
+    names = {
+        _COLOR.sub("", name).split(" - ")[0].strip(): outcome for name, outcome in outcomes.items() if name.strip()
+    }
     return SweRow(
         instance=f"{row['repo_name']}-{row['commit_hash']}",
         shape="r2e-gym",
@@ -168,7 +183,8 @@ def _parse_r2e_gym(row: DataRow, image_template: str | None) -> SweRow:
         expected_tests=tuple(name for name, outcome in names.items() if outcome == "PASSED"),
         other_tests=tuple(name for name, outcome in names.items() if outcome != "PASSED"),
         test_paths=("r2e_tests",),
-        hidden_paths=(R2E_TESTS, "r2e_tests", "run_tests.sh"),
+        gold_patch=_build_commit_patch(row.get("parsed_commit_content")),
+        hidden_paths=(R2E_TESTS, *R2E_FILES),
         test_commands=(f"[ -e r2e_tests ] || ln -s {R2E_TESTS} r2e_tests",),
         python=".venv/bin/python",
     )
@@ -217,6 +233,38 @@ PARSERS: dict[RowShape, Callable[[DataRow, str | None], SweRow]] = {
     "swe-bench": _parse_swe_bench,
     "scale-swe": _parse_scale_swe,
 }
+
+
+LINE_MARKS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}  # in a commit of R2E-Gym
+
+
+def _build_commit_patch(content: Any) -> str:
+    """Return the changes of a commit of R2E-Gym to Python files, without tests; "" if the row has no commit."""
+    commit = cast(dict[str, Any], _parse_json(content)) if content else {"file_diffs": []}
+    changes = [change for change in commit["file_diffs"] if _is_code(PurePosixPath(change["header"]["file"]["path"]))]
+    return "".join(_format_change(change) for change in changes if change.get("hunks"))
+
+
+def _is_code(path: PurePosixPath) -> bool:
+    """Return whether a file is Python code and not a test, as R2E-Gym decides it."""
+    is_test_name = path.name.startswith("test_") or path.stem.endswith("_test")
+    return path.suffix == ".py" and not is_test_name and not {"test", "tests"} & {part.lower() for part in path.parts}
+
+
+def _format_change(change: dict[str, Any]) -> str:
+    """Return one file's change as a part of a patch."""
+    header, path = change["header"], change["header"]["file"]["path"]
+    lines = [f"diff --git a/{path} b/{path}", *([header["misc_line"]] if header.get("misc_line") else [])]
+    lines += [f"--- {change['minus_file']['path']}", f"+++ {change['plus_file']['path']}"]
+    for hunk in change["hunks"]:
+        old, new = (hunk["descriptor"][name] for name in ("old_range", "new_range"))
+        lines.append(f"@@ -{_format_range(old)} +{_format_range(new)} @@")
+        lines += [LINE_MARKS[line["type"]] + line["content"] for line in hunk["line_group"]["all_lines"]]
+    return "\n".join(lines) + "\n"
+
+
+def _format_range(range: dict[str, Any]) -> str:
+    return str(range["start"]) if range.get("length") is None else f"{range['start']},{range['length']}"
 
 
 def _parse_ids(value: Any) -> tuple[str, ...]:
