@@ -53,7 +53,7 @@ TRL_PYTHON ?=
 # SmolLM2-135M-Instruct as a Hugging Face directory, for the benchmarks that run it.
 SMOLLM2 ?=
 
-# The program that runs containers, and arguments of its command `run`, for `test-containers`.
+# The program that runs containers, and arguments of its command `run`, for `test-containers` and `test-swe`.
 ENGINE ?= podman
 ENGINE_ARGS ?=
 
@@ -101,7 +101,7 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock test test-full test-vllm test-cluster test-cluster-faults test-containers test-clients test-agents test-envs test-view test-k8s coverage dist test-wheel image test-image lint-files release-check workflows style lint bench-check rl
+.PHONY: help env lock test test-full test-vllm test-cluster test-cluster-faults test-containers test-swe test-clients test-agents test-envs test-view test-k8s coverage dist test-wheel image test-image lint-files release-check workflows style lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -162,6 +162,9 @@ test-cluster-faults: env  ## a run on three hosts, of which one after another is
 test-containers: env  ## the container runtime with an engine: make test-containers ENGINE=podman ENGINE_ARGS="..."
 	$(BIN)/python -m tests.rollout.runtime.container_image $(ENGINE)
 	RAMIFY_CONTAINER_ENGINE=$(ENGINE) RAMIFY_CONTAINER_ARGS="$(ENGINE_ARGS)" $(BIN)/pytest -v tests/rollout/runtime tests/rollout/harness/test_program.py tests/rollout/harness/test_program_turns.py -k container
+
+test-swe: env  ## SWE tasks in containers of an image made from Debian packages: scores, cheats, three harnesses, training; needs root, debootstrap and npm
+	$(BIN)/python -m tests.swe.run --engine $(ENGINE) --engine-args="$(ENGINE_ARGS)" $(SWE)
 
 test-clients: env  ## twelve SDKs and evaluation tools against a server, in environments of their own; needs npm
 	@mkdir -p .venvs
