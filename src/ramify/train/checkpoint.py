@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from ramify.core.async_calls import map_in_daemon_threads
 from ramify.core.errors import CheckpointRefused, RamifyError, StorageFailed, StorageFull
 from ramify.core.files import fsync_path, get_free_bytes, mkdir_and_fsync, remove_directory
 from ramify.core.watchdog import watch_storage
@@ -51,6 +52,7 @@ from ramify.train.checkpoint_metadata import METADATA_FILE, MetadataReader, Stor
 from ramify.train.distributed import Ranks
 from ramify.train.trainer import Trainer
 
+MAX_FILES, MIN_FILE_BYTES = 8, 256 << 20  # of a rank in a checkpoint; they are written at once
 MIN_FREE_BYTES = 16 << 20  # a disk with less free space counts as full
 
 T = TypeVar("T")
@@ -322,24 +324,40 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _TensorWriter(FileSystemWriter):
-    """Writes one tensor after the other. Torch's writer keeps all tensors in host memory until the file is closed."""
+    """Writes tensors to a few files at once, into each one tensor after the other.
+
+    Torch's writer keeps all tensors in host memory until its file is closed.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the tensors of this rank to one file."""
+        """Write the tensors of this rank."""
         prefix: Any = plan.storage_data
-        path, results = Path(self.path) / f"{prefix.prefix}0.distcp", list[WriteResult]()
-        with path.open("wb") as file:
-            for item in plan.items:
-                tensor: Any = planner.resolve_data(item)
-                start = file.tell()
-                torch.save(tensor.detach().cpu().clone(), file)  # a clone: a view would be saved with all of its base
-                length = file.tell() - start
-                results.append(WriteResult(item.index, length, StorageInfo(path.name, start, length)))
-            file.flush()
-            os.fsync(file.fileno())
+        num_bytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
+        num_files = max(1, min(MAX_FILES, num_bytes // MIN_FILE_BYTES))
+
+        def write_file(number: int) -> list[WriteResult]:
+            path, results = Path(self.path) / f"{prefix.prefix}{number}.distcp", list[WriteResult]()
+            with path.open("wb") as file:
+                for item in plan.items[number::num_files]:
+                    tensor: Any = planner.resolve_data(item)
+                    start = file.tell()
+                    torch.save(_copy_to_host(tensor.detach()), file)
+                    length = file.tell() - start
+                    results.append(WriteResult(item.index, length, StorageInfo(path.name, start, length)))
+                file.flush()
+                os.fsync(file.fileno())
+            return results
+
+        results = map_in_daemon_threads(write_file, range(num_files), max_threads=MAX_FILES)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([result for share in results for result in share])
         return future
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """Return the tensor on the host. A view is copied: it would be saved with all of its base."""
+    tensor = tensor.cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _index_split_weights(trainer: Trainer) -> dict[str, nn.Parameter]:
