@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from ramify.model import graph_rewrites
 from ramify.model.graph_rewrites import KERNEL_SOURCE_HASH, apply_rewrites, build_compile_backend, compile_module
-from ramify.model.tree_attention import ATTENTION_NAME, TreeMask
+from ramify.model.tree_attention import ATTENTION_NAME, BlockMask, TreeMask
 from ramify.train.losses import load_loss
 from ramify.train.policy_model import load_policy
 from tests.support import reference_ops as reference
@@ -271,3 +271,28 @@ def test_norm_rotary_kernel_matches_the_reference(
 def assert_near(actual: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
     for tensor, expected in zip(actual, exact, strict=True):
         assert (tensor.double() - expected).norm() <= tolerance * expected.norm()
+
+
+class _ReadsMask(torch.nn.Module):
+    def forward(self, hidden: Tensor, tree_mask: Any) -> Tensor:
+        mask: BlockMask = tree_mask.block_masks[0]
+        return (hidden * mask.end).sum() + mask.position.sum() + mask.kv_lists.sum() + mask.q_lists.sum()
+
+
+@pytest.mark.promise
+def test_layers_are_compiled_once_for_all_lengths() -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, _: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    module, cpu = _ReadsMask(), torch.device("cpu")
+    compile_module(module, backend)
+    for tokens in (320, 256, 448):
+        end, depth = np.full(tokens, tokens, np.int32), np.arange(tokens, dtype=np.int32)
+        mask = TreeMask(end, depth, cpu)
+        mask.block_masks[0] = BlockMask.build(end, depth, 0, cpu)
+        module(torch.ones(tokens), mask)
+    assert len(graphs) == 1

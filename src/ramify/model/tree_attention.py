@@ -144,7 +144,10 @@ class BlockMask(NamedTuple):
             min_position, max_position = block_positions.amin(1), block_positions.amax(1)
             farthest, nearest = max_position[:, None] - min_position, min_position[:, None] - max_position
             visible &= torch.stack([farthest, nearest]) < window
-        return cls(device_end, device_position, *_build_block_lists(visible, block_index, device_order))
+        mask = cls(device_end, device_position, *_build_block_lists(visible, block_index, device_order))
+        for tensor in mask:  # otherwise compiled layers serve masks of one length only
+            torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))
+        return mask
 
 
 def _launch_order(lengths: np.ndarray) -> np.ndarray:
@@ -204,7 +207,7 @@ def block_sparse_attention(
     padding = max(16, 1 << (width - 1).bit_length()) - width
     inputs = [F.pad(tensor.squeeze(0).transpose(0, 1), (0, padding)).contiguous() for tensor in (query, key, value)]
     scale = width**-0.5 if scaling is None else scaling
-    out, _ = tree_attention_op(*inputs, *block_mask, scale, window)  # pyright: ignore[reportCallIssue]
+    out, _ = tree_attention_op(*inputs, *block_mask, scale, window, BLOCK_SIZE)  # pyright: ignore[reportCallIssue]
     return out[..., :width].unsqueeze(0)
 
 

@@ -129,7 +129,9 @@ def train_layer(width: int, dtype: torch.dtype) -> None:
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
     query = norm_rotate(zeros(tokens, heads, width), zeros(width), zeros(tokens, width), zeros(tokens, width), 1e-6)
-    out, _ = tree_attention_op(query, zeros(tokens, kv_heads, width), zeros(tokens, kv_heads, width), *mask, 0.1, 0)
+    out, _ = tree_attention_op(
+        query, zeros(tokens, kv_heads, width), zeros(tokens, kv_heads, width), *mask, 0.1, 0, BLOCK_SIZE
+    )
     matrices = zeros(96, hidden), zeros(96, hidden)
     products = add_norm_products(zeros(tokens, hidden), zeros(tokens, hidden), zeros(hidden), *matrices, 1e-6)
     (out.sum() + products[0].sum() + products[1].sum() + products[2].sum()).backward()

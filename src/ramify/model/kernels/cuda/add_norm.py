@@ -86,7 +86,7 @@ def add_norm_products(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return `x + residual`, its RMSNorm times `gate` and times `up`, and the norm itself for the backward pass."""
     residual_sum, norm = torch.empty_like(x), torch.empty_like(x)
-    wrap_triton(_forward)[(len(x),)](x, residual, weight, residual_sum, norm, **_constexpr_args(x, eps))
+    wrap_triton(_forward)[(x.shape[0],)](x, residual, weight, residual_sum, norm, **_constexpr_args(x, eps))
     return residual_sum, norm @ gate.t(), norm @ up.t(), norm
 
 

@@ -204,11 +204,12 @@ def tree_attention_op(
     q_lists: Tensor,
     scale: float,
     window: int,
+    block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output, [tokens, heads, width], and the base-2 log-sum-exp of scores, [heads, tokens]."""
     tokens, heads = query.shape[:2]
     out, lse = torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
-    constexprs = _constexpr_args(query, key, kv_lists, scale, window, stages=1)
+    constexprs = _constexpr_args(query, key, scale, window, block_size, stages=1)
     set_triton_allocator()
     inputs = query, key, value, end, position
     wrap_triton(_forward)[(heads, tokens // constexprs["TILE"])](*inputs, kv_lists, out, lse, tokens, **constexprs)
@@ -229,10 +230,12 @@ def _tree_attention_backward_op(
     q_lists: Tensor,
     scale: float,
     window: int,
+    block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads = query.shape[:2]
     d_query, d_key, d_value, delta = (torch.empty_like(tensor) for tensor in (query, key, value, lse))
-    constexprs = _constexpr_args(query, key, kv_lists, scale, window, stages=2 if query.element_size() == 2 else 1)
+    stages = 2 if query.element_size() == 2 else 1
+    constexprs = _constexpr_args(query, key, scale, window, block_size, stages)
     set_triton_allocator()
     inputs, saved = (query, key, value, end, position), (grad, lse, delta)
     wrap_triton(_backward_queries)[(heads, tokens // constexprs["TILE"])](
@@ -245,16 +248,15 @@ def _tree_attention_backward_op(
 
 
 def _constexpr_args(
-    query: Tensor, key: Tensor, kv_lists: Tensor, scale: float, window: int, stages: int
+    query: Tensor, key: Tensor, scale: float, window: int, block_size: int, stages: int
 ) -> dict[str, Any]:
     """Return the arguments that the kernels are compiled for."""
-    block = query.shape[0] // len(kv_lists)
     return {
         "HEADS": query.shape[1],
         "KV_HEADS": key.shape[1],
         "D": query.shape[2],
-        "BLOCK": block,
-        "TILE": choose_tile(block, query.shape[2] * query.element_size(), get_shared_memory(query.device)),
+        "BLOCK": block_size,
+        "TILE": choose_tile(block_size, query.shape[2] * query.element_size(), get_shared_memory(query.device)),
         "WINDOW": window,
         "SCALE": scale,
         "PRECISION": "ieee",  # of float32; the products of bfloat16 are exact
@@ -287,14 +289,14 @@ def _allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.window = inputs
+    *tensors, ctx.scale, ctx.window, ctx.block_size = inputs
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
 
 
 def _autograd_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    arguments = grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window
+    arguments = grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window, ctx.block_size
     grads = _tree_attention_backward_op(*arguments)  # pyright: ignore[reportCallIssue]
-    return *grads, None, None, None, None, None, None
+    return *grads, *(None,) * 7
 
 
 tree_attention_op.register_autograd(_autograd_backward, setup_context=_setup_context)
