@@ -124,12 +124,15 @@ def _check_argument(
     yield from checks
 
 
-SANDBOX_DIR = "/sandbox"
+SANDBOX_DIR = sandbox_init.FILES_DIR
 WORK_DIR = "/sandbox/work"
 INIT_FILE = "/.init.py"
 USER_ID = "1000"
 PROBE_TIMEOUT = 20.0  # seconds
 SHARED_MEMORY_BYTES = 64 << 20
+
+Mount = tuple[str, str, str]
+"""An option of bubblewrap without its dashes, its source (of "tmpfs": the size in bytes or ""), and its target."""
 
 SYSTEM_DIRS = tuple(map(Path, ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")))
 # Nothing in these holds secrets or sockets. A sandbox of a root process can read what root can.
@@ -208,12 +211,11 @@ def build_bwrap_command(
         "--seccomp",
         str(fds["seccomp"]),
         "--",
-        _find_interpreter(),
+        find_interpreter(),
         "-I",
         "-S",
         INIT_FILE,
         str(fds["control"]),
-        SANDBOX_DIR,
     ]
     return command if cgroup is None else cgroup.build_join_command(command)
 
@@ -223,7 +225,7 @@ def parse_child_pid(info: bytes) -> int:
     return int(json.loads(info)["child-pid"])
 
 
-def _find_interpreter() -> str:
+def find_interpreter() -> str:
     """Return this Python outside of any virtual environment."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return str(Path(sys.base_prefix) / "bin" / version)
@@ -233,45 +235,52 @@ def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator
     yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session")
     yield "--as-pid-1"  # no program of the sandbox can then kill or stop its first program
     yield from ("--uid", USER_ID, "--gid", USER_ID, "--hostname", "sandbox", "--cap-drop", "ALL")
-    yield from ("--proc", "/proc", "--dev", "/dev", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm")
-    if disk_mb is not None:
-        yield from ("--size", str(disk_mb << 20))
-    yield from ("--tmpfs", SANDBOX_DIR)
+    for kind, source, target in iter_mounts(config, disk_mb):
+        if kind == "tmpfs":
+            yield from ("--size", source, "--tmpfs", target) if source else ("--tmpfs", target)
+        elif source:
+            yield from (f"--{kind}", source, target)
+        else:
+            yield from (f"--{kind}", target)
+    yield from ("--chdir", "/")
+
+
+def iter_mounts(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator[Mount]:
+    """Yield the file system of a sandbox in the order in which it is made.
+
+    Bubblewrap applies it (`_iter_options`), and so does `sandbox_namespaces` in a forked sandbox.
+    """
+    yield "proc", "", "/proc"
+    yield "dev", "", "/dev"
+    yield "tmpfs", str(SHARED_MEMORY_BYTES), "/dev/shm"
+    yield "tmpfs", "" if disk_mb is None else str(disk_mb << 20), SANDBOX_DIR
     for name in ("work", "home", "tmp"):
-        yield from ("--dir", f"{SANDBOX_DIR}/{name}")
-    yield from ("--symlink", f"{SANDBOX_DIR.lstrip('/')}/tmp", "/tmp")  # first: a path below may be in /tmp
+        yield "dir", "", f"{SANDBOX_DIR}/{name}"
+    yield "symlink", f"{SANDBOX_DIR.lstrip('/')}/tmp", "/tmp"  # first: a path below may be in /tmp
     for directory in SYSTEM_DIRS:
         if directory.is_symlink():
-            yield from ("--symlink", str(directory.readlink()), str(directory))
+            yield "symlink", str(directory.readlink()), str(directory)
         elif directory.is_dir():
-            yield from ("--ro-bind", str(directory), str(directory))
+            yield "ro-bind", str(directory), str(directory)
     for file in CONFIG_FILES:
-        yield from ("--ro-bind-try", file, file)
+        yield "ro-bind-try", file, file
     for file in sorted(ETC_DIR.iterdir()):
-        yield from ("--ro-bind", str(file), f"/etc/{file.name}")
+        yield "ro-bind", str(file), f"/etc/{file.name}"
     interpreter = Path(sys.base_prefix)
     bound = [(directory, directory) for directory in SYSTEM_DIRS]
     if not any(interpreter.resolve().is_relative_to(directory.resolve()) for directory in SYSTEM_DIRS):
         bound.append((interpreter, interpreter))
-        yield from ("--ro-bind", str(interpreter), str(interpreter))
+        yield "ro-bind", str(interpreter), str(interpreter)
     for source, target in config.read_only_paths:
         bound.append((source, target))
-        yield from ("--ro-bind", str(source), str(target))
+        yield "ro-bind", str(source), str(target)
     package = Path(ramify.__file__).parent.resolve()
     for source, target in bound:  # an agent must not find tasks and their answers
         if package.is_relative_to(source.resolve()):
             hidden = str(target / package.relative_to(source.resolve()))
-            yield from ("--tmpfs", hidden, "--remount-ro", hidden)
-    yield from (
-        "--ro-bind",
-        sandbox_init.__file__,
-        INIT_FILE,
-        "--remount-ro",
-        "/proc",  # root of the machine owns /proc/sys, and a sandbox of a root process has its user id
-        "--remount-ro",
-        "/dev",
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/",
-    )
+            yield "tmpfs", "", hidden
+            yield "remount-ro", "", hidden
+    yield "ro-bind", sandbox_init.__file__, INIT_FILE
+    # root of the machine owns /proc/sys, and a sandbox of a root process has its user id
+    for place in ("/proc", "/dev", "/"):
+        yield "remount-ro", "", place

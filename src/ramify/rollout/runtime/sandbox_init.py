@@ -4,7 +4,8 @@ It runs in the sandbox, with the standard library alone, and is given one end of
 the host needs of the sandbox, as open files: the directory of its files, and a socket that listens in its network.
 
     host -> init   a file with {"op": "spawn", "id", "argv", "env", "cwd"}, and the program's standard files: input,
-                   output and error, or the last two if its input is empty
+                   output and error, or the last two if its input is empty. With "preloaded", "argv" is a script or
+                   `-m` with its arguments, and a fork of this program runs it.
                    a file with {"op": "kill", "id", "marker"}
     init -> host   {"id", "pid"} or {"id", "errno", "file"}, then {"id", "status"}
                    {"id", "killed"}: whether all processes of the program are gone
@@ -25,6 +26,7 @@ import socket
 import sys
 import time
 
+FILES_DIR = "/sandbox"
 MARKER_VARIABLE = "RAMIFY_SANDBOX"
 KILL_TIMEOUT = 5.0  # seconds for all processes of a program to be gone
 KILL_INTERVAL = 0.01  # seconds
@@ -32,11 +34,10 @@ PR_SET_DUMPABLE = 4
 MAX_UNREADABLE_ROUNDS = 10  # during `exec` a process has no environment; some never have one
 
 
-def main(control_fd: int, files_dir: str) -> None:
-    """Serve requests until the host closes the socket."""
-    control = socket.socket(fileno=control_fd)
-    os.set_inheritable(control_fd, False)
-    _hand_out_files(control, files_dir)
+def serve(control: socket.socket) -> "dict[str, object] | None":
+    """Serve requests until the host closes the socket. Return the program in a fork that has to run one."""
+    control.set_inheritable(False)
+    _hand_out_files(control)
     _refuse_access()
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
@@ -49,14 +50,18 @@ def main(control_fd: int, files_dir: str) -> None:
         if control in ready:
             _, fds, _, _ = socket.recv_fds(control, 16, 4)
             if not fds:
-                return
+                return None
             for fd in fds:
                 os.set_inheritable(fd, False)
+            program = None
             try:
-                _handle_request(control, fds, ids)
+                program = _handle_request(control, fds, ids)
             finally:
-                for fd in fds:
-                    os.close(fd)
+                if program is None:
+                    for fd in fds:
+                        os.close(fd)
+            if program is not None:
+                return program
         if wakeup_read in ready:
             os.read(wakeup_read, 4096)
         _report_exits(control, ids)
@@ -74,15 +79,15 @@ def _ignore(_signal: int, _frame: object) -> None:
     """Do nothing: the signal is noticed through the wakeup file."""
 
 
-def _hand_out_files(control: socket.socket, files_dir: str) -> None:
+def _hand_out_files(control: socket.socket) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-    directory_fd = os.open(files_dir, os.O_RDONLY | os.O_DIRECTORY)
+    directory_fd = os.open(FILES_DIR, os.O_RDONLY | os.O_DIRECTORY)
     socket.send_fds(control, [b"ready"], [directory_fd, listener.fileno()])
     os.close(directory_fd)
     listener.close()
 
 
-def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int]) -> None:
+def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int]) -> "dict[str, object] | None":
     with open(fds[0], "rb", closefd=False) as file:
         file.seek(0)
         request = json.load(file)
@@ -91,24 +96,29 @@ def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int])
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         _send(control, {"id": request["id"], "killed": _kill_marked(request["marker"])})
-        return
+        return None
     files = fds[1:]
     first_target = 3 - len(files)
     empty_input = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)] if first_target else []
     try:
         os.chdir(request["cwd"])
-        os.environ["PATH"] = request["env"].get("PATH", os.defpath)  # posix_spawnp searches the caller's PATH
-        pid = os.posix_spawnp(
-            request["argv"][0],
-            request["argv"],
-            request["env"],
-            file_actions=[
-                *empty_input,
-                *((os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(files, first_target)),
-            ],
-            setsid=True,
-            setsigdef=[signal.SIGCHLD, signal.SIGPIPE],
-        )
+        if request.get("preloaded"):
+            pid = _fork()
+            if pid == 0:
+                return {**request, "files": files if first_target == 0 else [os.open(os.devnull, os.O_RDONLY), *files]}
+        else:
+            os.environ["PATH"] = request["env"].get("PATH", os.defpath)  # posix_spawnp searches the caller's PATH
+            pid = os.posix_spawnp(
+                request["argv"][0],
+                request["argv"],
+                request["env"],
+                file_actions=[
+                    *empty_input,
+                    *((os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(files, first_target)),
+                ],
+                setsid=True,
+                setsigdef=[signal.SIGCHLD, signal.SIGPIPE],
+            )
     except OSError as error:
         file_name = error.filename if isinstance(error.filename, str) else request["argv"][0]
         _send(control, {"id": request["id"], "errno": error.errno, "file": file_name})
@@ -119,6 +129,23 @@ def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int])
         _send(control, {"id": request["id"], "pid": pid})
     finally:
         os.chdir("/")
+    return None
+
+
+def _fork() -> int:
+    """Fork, and wait until the fork has closed its files: it can then be found and killed."""
+    read_fd, write_fd = os.pipe()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(write_fd)
+        os.close(read_fd)
+        raise
+    if pid:
+        os.close(write_fd)
+        os.read(read_fd, 1)
+        os.close(read_fd)
+    return pid
 
 
 def _report_exits(control: socket.socket, ids: dict[int, int]) -> None:
@@ -171,4 +198,4 @@ def _send(control: socket.socket, message: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    serve(socket.socket(fileno=int(sys.argv[1])))
