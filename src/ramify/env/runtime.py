@@ -257,6 +257,12 @@ class Runtime(ABC):
         the command line is invalid.
         """
 
+    async def spawn_agent(
+        self, command: CommandLine, *, env: Mapping[str, str] | None = None, stdin: bytes | None = None
+    ) -> RuntimeProcess:
+        """Start the agent's program, as `spawn` does. A runtime may have prepared this program before the task."""
+        return await self.spawn(command, env=env, stdin=stdin)
+
     async def run(
         self,
         command: CommandLine,

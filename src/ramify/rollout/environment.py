@@ -26,6 +26,9 @@ from ramify.rollout.harness import Harness
 from ramify.rollout.harness.base import build_initial_messages
 from ramify.rollout.prepared_runtimes import PreparedRuntimes
 from ramify.rollout.runtime.bwrap import describe_fallback
+from ramify.rollout.runtime.config import SandboxRuntimeConfig
+from ramify.rollout.runtime.sandbox import SandboxRuntime
+from ramify.rollout.runtime.template import SandboxTemplate
 
 # Check the images in the prompt of a task as a rollout would, without a model.
 
@@ -76,6 +79,8 @@ class Environment:
     """A runtime that never starts; it checks tasks."""
     prepared_runtimes: PreparedRuntimes
     """The runtimes that are prepared for the next rollouts."""
+    sandbox_template: SandboxTemplate | None = None
+    """Has imported the packages of the agent; sandboxes are its forks."""
     start_pacer: LoopPacer = field(default_factory=LoopPacer)
     """Lets one rollout start per event-loop iteration, so that a burst of requests does not block heartbeats."""
     _model_policies: dict[str, ChatPolicy] = field(default_factory=dict[str, ChatPolicy])
@@ -109,6 +114,13 @@ class Environment:
             config_type = type(runtime_config).__qualname__
             raise ConfigInvalid(f"its config must derive from RuntimeConfig, found {config_type}", key="runtime")
         idle_runtime = runtime_class(runtime_config)
+        template = _build_template(harness, str(runtime_table["id"]), runtime_config)
+
+        def make_runtime() -> Runtime:
+            if template is not None:
+                return SandboxRuntime(template.config, template)
+            return runtime_class(runtime_config)
+
         env = cls(
             source=source,
             taskset=taskset,
@@ -120,7 +132,8 @@ class Environment:
             sampling_metadata=source.sampling.model_dump(mode="json"),
             runtime_metadata=idle_runtime.trace_metadata,
             idle_runtime=idle_runtime,
-            prepared_runtimes=PreparedRuntimes(lambda: runtime_class(runtime_config), runtime_config.num_prepared),
+            prepared_runtimes=PreparedRuntimes(make_runtime, runtime_config.num_prepared),
+            sandbox_template=template,
         )
         env.idle_runtime.check_task(Task())
         harness.check_compatibility(env.hooks, env.idle_runtime)
@@ -132,6 +145,8 @@ class Environment:
     async def close(self) -> None:
         """Close the connections to the models that the harness config names, and stop the prepared runtimes."""
         await self.prepared_runtimes.close()
+        if self.sandbox_template is not None:
+            await self.sandbox_template.close()
         models, self._model_policies = self._model_policies, {}
         for model in models.values():
             await model.close()
@@ -205,6 +220,18 @@ class Environment:
         """Use the current addresses of the other models, after a model of the run has moved."""
         for name, policy in self._model_policies.items():
             policy.set_base_url(self.harness.config.models[name].resolve()[0])
+
+
+def _build_template(harness: Harness, runtime_id: str, runtime_config: RuntimeConfig) -> SandboxTemplate | None:
+    """Return the template of the source's sandboxes if its harness asks for one."""
+    preload = harness.build_preload()
+    if preload is None:
+        return None
+    if runtime_id != "sandbox":
+        raise ConfigInvalid(f"it needs the runtime 'sandbox', not {runtime_id!r}", key="harness.preload")
+    if not isinstance(runtime_config, SandboxRuntimeConfig):
+        return None  # a sandbox does not work on this machine, and the source falls back to the runtime `local`
+    return SandboxTemplate(runtime_config, preload)
 
 
 def _build_plugin(kind: str, table: dict[str, Any]) -> Any:

@@ -129,6 +129,12 @@ class RetryingRuntime(Runtime):
             lambda: self._inner.spawn(command, env=env, cwd=cwd, stdin=stdin, interactive=interactive)
         )
 
+    async def spawn_agent(
+        self, command: CommandLine, *, env: Mapping[str, str] | None = None, stdin: bytes | None = None
+    ) -> RuntimeProcess:
+        """Start the agent's program in the inner runtime, with retries."""
+        return await self._with_retries(lambda: self._inner.spawn_agent(command, env=env, stdin=stdin))
+
     async def read(self, path: str | PurePath) -> bytes:
         """Read a file in the inner runtime, with retries."""
         return await self._with_retries(lambda: self._inner.read(path))

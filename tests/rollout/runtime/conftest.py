@@ -20,15 +20,35 @@ from ramify.rollout.runtime import (
     SandboxRuntimeConfig,
 )
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
+from ramify.rollout.runtime.config import PreloadConfig
 from ramify.rollout.runtime.owner import make_owner_name
+from ramify.rollout.runtime.template import SandboxTemplate
 from tests.rollout.runtime.container_image import IMAGE
 from tests.rollout.runtime.prime_fake import PrimeFake
 
 CONTAINER_ENGINE = os.environ.get("RAMIFY_CONTAINER_ENGINE", "")
 
+
+class ForkedRuntime(SandboxRuntime):
+    """A sandbox that is a fork of a template of its own."""
+
+    def __init__(self, config: SandboxRuntimeConfig, modules: tuple[str, ...] = ("json",)) -> None:
+        self.template = SandboxTemplate(config, PreloadConfig(("python3",), modules, {}))
+        super().__init__(config, self.template)
+
+    async def start(self, task: Task) -> None:
+        await super().start(task)
+        assert self._sandbox is not None and self._sandbox.is_forked
+
+    async def stop(self) -> None:
+        await super().stop()
+        await self.template.close()
+
+
 RUNTIMES = {
     "local": (LocalRuntime, LocalRuntimeConfig),
     "sandbox": (SandboxRuntime, SandboxRuntimeConfig),
+    "forked": (ForkedRuntime, SandboxRuntimeConfig),
     "container": (
         ContainerRuntime,
         functools.partial(
@@ -75,7 +95,7 @@ def build_runtime_table(kind: str) -> dict:
 
 
 def skip_unless_available(kind: str) -> None:
-    if kind == "sandbox" and (reason := find_unsupported_reason()):
+    if kind in ("sandbox", "forked") and (reason := find_unsupported_reason()):
         pytest.skip(f"no sandbox here: {reason}")
     if kind == "container" and not CONTAINER_ENGINE:
         pytest.skip("no container engine is given; run `make test-containers`")
@@ -99,7 +119,14 @@ def prime_fake(prime_server, monkeypatch, tmp_path):
     return prime_server
 
 
-@pytest.fixture(params=list(RUNTIMES))
+@pytest.fixture(params=["sandbox", "forked"])
+def sandbox_kind(request) -> str:
+    """Both ways in which a sandbox is started."""
+    skip_unless_available(request.param)
+    return request.param
+
+
+@pytest.fixture(params=[kind for kind in RUNTIMES if kind != "forked" or os.environ.get("RAMIFY_FULL")])
 def kind(request) -> str:
     if request.param == "hosted":
         request.getfixturevalue("prime_fake")

@@ -49,8 +49,8 @@ for path in glob.glob("/proc/[0-9]*/fd/*") + glob.glob("/proc/[0-9]*/exe"):
 """
 
 
-async def test_no_open_file_of_a_sandbox_is_on_the_machines_disk():
-    async with open_runtime("sandbox") as runtime:
+async def test_no_open_file_of_a_sandbox_is_on_the_machines_disk(sandbox_kind):
+    async with open_runtime(sandbox_kind) as runtime:
         await runtime.spawn(["sleep", "1000"])  # its standard files count too
         result = await runtime.run(["python3", "-c", LIST_OPEN_FILES], timeout=20)
         assert (result.returncode, result.text) == (0, ""), result
@@ -215,16 +215,16 @@ for attack in (
 """
 
 
-async def test_agent_cannot_end_its_sandbox():
-    async with open_runtime("sandbox") as runtime:
+async def test_agent_cannot_end_its_sandbox(sandbox_kind):
+    async with open_runtime(sandbox_kind) as runtime:
         result = await runtime.run(["python3", "-c", ATTACKS_ON_THE_FIRST_PROGRAM], timeout=20)
         assert result.text.splitlines() == ["Operation not permitted"] * 2 + ["Permission denied"] * 3
         await runtime.run("kill -9 -1", timeout=20)
         assert (await runtime.run("echo alive", timeout=20)).text == "alive\n"
 
 
-async def test_agent_is_blamed_for_a_sandbox_that_does_not_answer_and_is_killed():
-    async with open_runtime("sandbox") as runtime:
+async def test_agent_is_blamed_for_a_sandbox_that_does_not_answer_and_is_killed(sandbox_kind):
+    async with open_runtime(sandbox_kind) as runtime:
         process = await runtime.spawn("sleep 1000")
         assert runtime._sandbox is not None
         runtime._sandbox.kill()  # as after a request without a reply

@@ -32,13 +32,13 @@ def needs_sandbox():
     skip_unless_available("sandbox")
 
 
-async def run_in_sandbox(command, *, timeout: float = 20, **settings):
+async def run_in_sandbox(kind, command, *, timeout: float = 20, **settings):
     """Run one command in a sandbox of its own."""
 
     async def test(runtime):
         return await runtime.run(command, timeout=timeout)
 
-    return await run_with_runtime("sandbox", test, **settings)
+    return await run_with_runtime(kind, test, **settings)
 
 
 async def wait_for_sandbox_file(runtime, path: str) -> None:
@@ -61,7 +61,7 @@ def requires(*capabilities: Capability):
         pytest.skip(f"this machine cannot enforce {', '.join(missing)}; a run is refused, see the last tests")
 
 
-async def test_files_of_the_machine_cannot_be_read(tmp_path):
+async def test_files_of_the_machine_cannot_be_read(sandbox_kind, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("the secret")
     places = [
@@ -73,24 +73,25 @@ async def test_files_of_the_machine_cannot_be_read(tmp_path):
         Path("/var/log"),
     ]
     for path in places:
-        result = await run_in_sandbox(["ls", str(path)])
+        result = await run_in_sandbox(sandbox_kind, ["ls", str(path)])
         assert result.returncode != 0, path
         assert b"No such file" in result.stderr
-    listing = (await run_in_sandbox("ls -A / /etc /home /root 2>/dev/null")).text.split()
+    listing = (await run_in_sandbox(sandbox_kind, "ls -A / /etc /home /root 2>/dev/null")).text.split()
     assert not {"work", "srv", "mnt", "run", "var", "shadow", ".ssh"} & set(listing)
 
 
-async def test_system_is_read_only():
+async def test_system_is_read_only(sandbox_kind):
     for target in ("/usr/x", "/etc/x", "/x", "/dev/x", f"{sys.base_prefix}/x", "/.init.py"):
-        assert (await run_in_sandbox(f"echo x > {target}")).returncode != 0, target
+        assert (await run_in_sandbox(sandbox_kind, f"echo x > {target}")).returncode != 0, target
 
 
-async def test_named_paths_are_readable_and_no_others(tmp_path):
+async def test_named_paths_are_readable_and_no_others(sandbox_kind, tmp_path):
     for name in ("agent", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tool").write_text(f"#!/bin/sh\necho {name}\n")
         (tmp_path / name / "tool").chmod(0o755)
     result = await run_in_sandbox(
+        sandbox_kind,
         f"tool; {tmp_path}/agent/tool; echo x > /agent/tool; ls {tmp_path}",
         read_only=[f"{tmp_path}/agent:/agent", f"{tmp_path}/agent/tool"],
         prepend_path=["/agent"],
@@ -98,7 +99,10 @@ async def test_named_paths_are_readable_and_no_others(tmp_path):
     assert result.text.split() == ["agent", "agent", "agent"]
     assert b"Read-only file system" in result.stderr
     both = [f"{tmp_path}/agent:/agent", f"{tmp_path}/agent:/other"]
-    assert (await run_in_sandbox("/agent/tool; /other/tool", read_only=both)).text.split() == ["agent", "agent"]
+    assert (await run_in_sandbox(sandbox_kind, "/agent/tool; /other/tool", read_only=both)).text.split() == [
+        "agent",
+        "agent",
+    ]
     with pytest.raises(ValueError, match="/agent twice"):
         SandboxRuntimeConfig(read_only=[f"{tmp_path}/agent:/agent", f"{tmp_path}/other:/agent"])
     for entry in ("/no/such/place", f"{tmp_path}:relative"):
@@ -106,29 +110,29 @@ async def test_named_paths_are_readable_and_no_others(tmp_path):
             SandboxRuntimeConfig(read_only=[entry])
 
 
-async def test_python_of_the_sandbox_has_no_ramify():
+async def test_python_of_the_sandbox_has_no_ramify(sandbox_kind):
     for interpreter in ("python3", f"{sys.base_prefix}/bin/python3"):
-        result = await run_in_sandbox([interpreter, "-c", "import sys; print(1); import ramify"])
+        result = await run_in_sandbox(sandbox_kind, [interpreter, "-c", "import sys; print(1); import ramify"])
         assert result.stdout == b"1\n"
         assert b"ModuleNotFoundError: No module named 'ramify'" in result.stderr
     source = Path(ramify.__file__).parent.parent
-    result = await run_in_sandbox("ls -A /source/ramify; ls /source", read_only=[f"{source}:/source"])
+    result = await run_in_sandbox(sandbox_kind, "ls -A /source/ramify; ls /source", read_only=[f"{source}:/source"])
     assert result.text.split() == [path.name for path in sorted(source.iterdir()) if not path.name.startswith(".")]
 
 
-async def test_programs_are_found_in_the_configured_path():
+async def test_programs_are_found_in_the_configured_path(sandbox_kind):
     async def test(runtime):
         await runtime.write("bin/hello", "#!/bin/sh\necho hello\n")
         await runtime.run("chmod +x bin/hello", timeout=20)
         return await runtime.run(["hello"], timeout=20)
 
-    result = await run_with_runtime("sandbox", test, prepend_path=[f"{bwrap.WORK_DIR}/bin"])
+    result = await run_with_runtime(sandbox_kind, test, prepend_path=[f"{bwrap.WORK_DIR}/bin"])
     assert (result.returncode, result.text) == (0, "hello\n")
 
 
-async def test_files_of_other_rollouts_cannot_be_read():
+async def test_files_of_other_rollouts_cannot_be_read(sandbox_kind):
     async with asyncio.timeout(60):
-        async with open_runtime("sandbox") as first, open_runtime("sandbox") as second:
+        async with open_runtime(sandbox_kind) as first, open_runtime(sandbox_kind) as second:
             await first.write("mine", "first")
             await first.run("echo first > $HOME/mine; echo first > /tmp/mine; echo first > /dev/shm/mine", timeout=10)
             result = await second.run(
@@ -137,13 +141,13 @@ async def test_files_of_other_rollouts_cannot_be_read():
             assert result.stdout == b""
 
 
-async def test_processes_of_the_machine_are_invisible():
-    result = await run_in_sandbox("ls /proc | grep '^[0-9]*$' | wc -l")
+async def test_processes_of_the_machine_are_invisible(sandbox_kind):
+    result = await run_in_sandbox(sandbox_kind, "ls /proc | grep '^[0-9]*$' | wc -l")
     assert int(result.text) < 10
-    assert (await run_in_sandbox(f"kill -0 {os.getpid()}")).returncode != 0
+    assert (await run_in_sandbox(sandbox_kind, f"kill -0 {os.getpid()}")).returncode != 0
 
 
-async def test_network_of_the_machine_is_unreachable():
+async def test_network_of_the_machine_is_unreachable(sandbox_kind):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         port = server.getsockname()[1]
@@ -156,13 +160,13 @@ for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "8.8.8.8"):
     except OSError as error:
         print(error)
 """
-        result = await run_in_sandbox(["python3", "-c", script, str(port)])
+        result = await run_in_sandbox(sandbox_kind, ["python3", "-c", script, str(port)])
         assert result.returncode == 0 and b"reached" not in result.stdout
         with pytest.raises(TimeoutError):
             server.accept()
 
 
-async def test_sockets_of_the_machine_are_unreachable(tmp_path):
+async def test_sockets_of_the_machine_are_unreachable(sandbox_kind, tmp_path):
     abstract = f"\0ramify-{uuid.uuid4().hex}"
     with socket.socket(socket.AF_UNIX) as named, socket.socket(socket.AF_UNIX) as hidden:
         named.bind(str(tmp_path / "s"))
@@ -178,15 +182,15 @@ for address in (sys.argv[1], "\\0" + sys.argv[2]):
     except OSError as error:
         print(error)
 """
-        result = await run_in_sandbox(["python3", "-c", script, str(tmp_path / "s"), abstract[1:]])
+        result = await run_in_sandbox(sandbox_kind, ["python3", "-c", script, str(tmp_path / "s"), abstract[1:]])
         assert result.returncode == 0 and b"reached" not in result.stdout
-    sockets = await run_in_sandbox("find / -type s 2>/dev/null")
+    sockets = await run_in_sandbox(sandbox_kind, "find / -type s 2>/dev/null")
     assert sockets.stdout == b""
 
 
 @pytest.mark.parametrize("family", [40, 16, 17, 38, 44], ids=["vsock", "netlink", "packet", "alg", "xdp"])
-async def test_other_socket_families_are_refused(family):
-    result = await run_in_sandbox(["python3", "-c", f"import socket; socket.socket({family}, 1)"])
+async def test_other_socket_families_are_refused(sandbox_kind, family):
+    result = await run_in_sandbox(sandbox_kind, ["python3", "-c", f"import socket; socket.socket({family}, 1)"])
     assert b"Address family not supported" in result.stderr
 
 
@@ -206,7 +210,7 @@ CALLS = {
 RECENT_CALLS = {"memfd_secret": 447, "statmount": 457, "listmount": 458, "open_tree_attr": 467, "not known yet": 9999}
 
 
-async def make_calls(calls) -> dict[str, str]:
+async def make_calls(kind, calls) -> dict[str, str]:
     """Run calls of C functions in a sandbox, and return the result and the error of each."""
     numbers = {"bpf": 321, "keyctl": 250, "clone": 56}
     if os.uname().machine == "aarch64":
@@ -218,16 +222,16 @@ libc = ctypes.CDLL(None, use_errno=True)
 for call in {list(calls.values())}:
     print(eval(call), os.strerror(ctypes.get_errno()))
 """
-    return dict(zip(calls, (await run_in_sandbox(["python3", "-c", script])).text.splitlines(), strict=True))
+    return dict(zip(calls, (await run_in_sandbox(kind, ["python3", "-c", script])).text.splitlines(), strict=True))
 
 
-async def test_dangerous_system_calls_are_refused():
-    assert await make_calls(CALLS) == dict.fromkeys(CALLS, "-1 Operation not permitted")
+async def test_dangerous_system_calls_are_refused(sandbox_kind):
+    assert await make_calls(sandbox_kind, CALLS) == dict.fromkeys(CALLS, "-1 Operation not permitted")
 
 
-async def test_recent_system_calls_are_not_implemented():
+async def test_recent_system_calls_are_not_implemented(sandbox_kind):
     calls = {name: f"libc.syscall({number}, 0, 0, 0, 0, 0)" for name, number in RECENT_CALLS.items()}
-    assert await make_calls(calls) == dict.fromkeys(calls, "-1 Function not implemented")
+    assert await make_calls(sandbox_kind, calls) == dict.fromkeys(calls, "-1 Function not implemented")
 
 
 def test_numbers_of_system_calls_are_those_of_the_kernels_headers():
@@ -282,9 +286,9 @@ def test_filter_allows_the_listed_system_calls_only(machine):
     assert build_seccomp_filter("riscv64") is None
 
 
-async def test_settings_of_the_kernel_cannot_be_written():
+async def test_settings_of_the_kernel_cannot_be_written(sandbox_kind):
     for file in ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/vm/drop_caches"):
-        result = await run_in_sandbox(["python3", "-c", f"import os; os.open({file!r}, os.O_WRONLY)"])
+        result = await run_in_sandbox(sandbox_kind, ["python3", "-c", f"import os; os.open({file!r}, os.O_WRONLY)"])
         assert b"Read-only file system" in result.stderr or b"Permission denied" in result.stderr, result
 
 
@@ -305,42 +309,42 @@ async def test_limits_of_a_prepared_sandbox_are_raised_and_lowered_for_a_task():
     assert await test(128) == b""
 
 
-async def test_program_gains_no_privileges():
+async def test_program_gains_no_privileges(sandbox_kind):
     script = "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status"
-    fields = dict(line.split(":\t") for line in (await run_in_sandbox(script)).text.splitlines())
+    fields = dict(line.split(":\t") for line in (await run_in_sandbox(sandbox_kind, script)).text.splitlines())
     assert fields == {"CapEff": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}
 
 
-async def test_secrets_of_the_worker_are_not_in_the_environment_or_proc(monkeypatch):
+async def test_secrets_of_the_worker_are_not_in_the_environment_or_proc(sandbox_kind, monkeypatch):
     monkeypatch.setenv("SECRET_API_KEY", "sk-the-secret")
     script = "cat /proc/*/environ /proc/*/cmdline; grep -ra sk-the-secret /proc/*/environ"
-    result = await run_in_sandbox(script)
+    result = await run_in_sandbox(sandbox_kind, script)
     assert b"sk-the-secret" not in result.stdout.replace(b"sk-the-secret /proc", b"")
     assert b"SECRET_API_KEY" not in result.stdout
 
 
-async def test_too_few_processes_for_a_sandbox_are_named():
+async def test_too_few_processes_for_a_sandbox_are_named(sandbox_kind):
     requires(Capability.PROCESS_LIMIT)
 
     for _ in range(8):  # bwrap may exit before or after it is looked at
         with pytest.raises(SandboxError, match=r"runtime\.limits\.max_processes = 1 is probably too low"):
-            async with open_runtime("sandbox", limits={"max_processes": 1}, num_prepared=0):
+            async with open_runtime(sandbox_kind, limits={"max_processes": 1}, num_prepared=0):
                 pass
 
 
-async def test_fork_bomb_is_contained():
+async def test_fork_bomb_is_contained(sandbox_kind):
     requires(Capability.PROCESS_LIMIT)
 
-    async with open_runtime("sandbox", limits={"max_processes": 64, "memory_mb": 512, "disk_mb": 16}) as runtime:
+    async with open_runtime(sandbox_kind, limits={"max_processes": 64, "memory_mb": 512, "disk_mb": 16}) as runtime:
         bomb = "f() { f | f & }; f; sleep 2; echo survived"
         result = await runtime.run(bomb, timeout=20)
         assert result.returncode != 0 or b"survived" in result.stdout
-        async with open_runtime("sandbox") as other:
+        async with open_runtime(sandbox_kind) as other:
             assert (await other.run("echo fine", timeout=20)).stdout == b"fine\n"
 
 
-async def test_full_disk_is_contained():
-    async with open_runtime("sandbox", limits={"disk_mb": 32}) as runtime:
+async def test_full_disk_is_contained(sandbox_kind):
+    async with open_runtime(sandbox_kind, limits={"disk_mb": 32}) as runtime:
         result = await runtime.run("head -c 100000000 /dev/zero > big; echo $?", timeout=20)
         assert b"No space left" in result.stderr
         for place in ("/tmp", "$HOME", "/dev/shm"):
@@ -350,15 +354,15 @@ async def test_full_disk_is_contained():
             await runtime.write("more", b"x" * 40_000_000)
 
 
-async def test_allocation_of_four_gigabytes_is_killed():
+async def test_allocation_of_four_gigabytes_is_killed(sandbox_kind):
     requires(Capability.MEMORY_LIMIT)
     script = "data = bytearray(4 << 30); data[:: 4096] = b'x' * len(data[:: 4096]); print('allocated')"
-    result = await run_in_sandbox(["python3", "-c", script], limits={"memory_mb": 256, "disk_mb": 16})
+    result = await run_in_sandbox(sandbox_kind, ["python3", "-c", script], limits={"memory_mb": 256, "disk_mb": 16})
     assert result.returncode != 0 and b"allocated" not in result.stdout
 
 
-async def test_variable_with_an_invalid_name_does_not_end_the_sandbox():
-    async with open_runtime("sandbox") as runtime:
+async def test_variable_with_an_invalid_name_does_not_end_the_sandbox(sandbox_kind):
+    async with open_runtime(sandbox_kind) as runtime:
         assert (await runtime.run("true", env={"a=b": "c"}, timeout=10)).returncode == 126
         assert (await runtime.run("echo fine", timeout=10)).stdout == b"fine\n"
 
@@ -418,8 +422,8 @@ async def test_cancelling_a_run_in_a_stopped_sandbox_stays_a_cancellation(monkey
             await run
 
 
-async def test_cancelled_start_leaves_no_program():
-    async with open_runtime("sandbox") as runtime:
+async def test_cancelled_start_leaves_no_program(sandbox_kind):
+    async with open_runtime(sandbox_kind) as runtime:
         for num_steps in range(15):  # some of them end between the request and its answer
             start = asyncio.create_task(runtime.spawn(["sleep", "1000"]))
             for _ in range(num_steps):
@@ -431,10 +435,10 @@ async def test_cancelled_start_leaves_no_program():
         assert "sleep 1000" not in listing.text
 
 
-async def test_program_that_constantly_calls_exec_is_killed():
+async def test_program_that_constantly_calls_exec_is_killed(sandbox_kind):
     """A process has no environment, and so no marker, for a moment of each `exec`."""
 
-    async with open_runtime("sandbox") as runtime:
+    async with open_runtime(sandbox_kind) as runtime:
         await runtime.write("becomes", ": > begun; exec sh ./becomes\n")
         for _ in range(5):
             program = await runtime.spawn("setsid sh ./becomes & echo $! > pid")
@@ -444,8 +448,8 @@ async def test_program_that_constantly_calls_exec_is_killed():
             assert (await runtime.run("rm begun; kill -0 $(cat pid)", timeout=20)).returncode != 0
 
 
-async def test_finished_programs_are_forgotten():
-    async with open_runtime("sandbox") as runtime:
+async def test_finished_programs_are_forgotten(sandbox_kind):
+    async with open_runtime(sandbox_kind) as runtime:
         for _ in range(3):
             await runtime.run("true", timeout=10)
         program = await runtime.spawn("setsid sleep 1000 & echo $! > pid")
@@ -470,7 +474,7 @@ async def test_program_whose_processes_cannot_all_be_killed_ends_its_sandbox(mon
         await run_with_runtime("sandbox", test)
 
 
-async def test_failed_removal_of_a_sandbox_is_tried_again(monkeypatch):
+async def test_failed_removal_of_a_sandbox_is_tried_again(sandbox_kind, monkeypatch):
     requires(Capability.MEMORY_LIMIT)
 
     async def test(runtime):
@@ -488,7 +492,7 @@ async def test_failed_removal_of_a_sandbox_is_tried_again(monkeypatch):
     def raise_busy():
         raise SandboxError("the control group is busy")
 
-    await run_with_runtime("sandbox", test)
+    await run_with_runtime(sandbox_kind, test)
 
 
 async def test_killed_worker_leaves_no_process():

@@ -30,6 +30,7 @@ from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
 from ramify.rollout.harness.base import Harness, build_initial_messages, get_user_prompt_texts, join_prompt_text
 from ramify.rollout.harness.config import HarnessConfig
 from ramify.rollout.harness.shell_tools import shorten_text
+from ramify.rollout.runtime.config import PreloadConfig
 
 if TYPE_CHECKING:
     from ramify.infer.gateway import RolloutSession
@@ -82,6 +83,9 @@ class ProgramHarnessConfig(HarnessConfig):
     copy_files: dict[str, str] = {}
     """Files of this machine that are copied into the runtime before the program starts: the path of the file by its
     path in the runtime, which is relative to the work directory or begins with `~/`."""
+    preload: list[str] = []
+    """Packages of a Python agent that are imported once per worker. Each rollout then starts as a fork that has them;
+    the runtime `sandbox` can do this."""
     max_output_chars: int = Field(default=10_000, ge=0)
     """Characters that the trace keeps of the program's standard output, and of its standard error: the first and the
     last half."""
@@ -107,6 +111,15 @@ class ProgramHarnessConfig(HarnessConfig):
     def texts(self) -> list[str]:
         """The texts that may contain placeholders."""
         return [*self.command, *self.continue_args, *self.env.values(), *self.files.values()]
+
+    @model_validator(mode="after")
+    def _preload_requires_python_command(self) -> "ProgramHarnessConfig":
+        self.build_preload()
+        return self
+
+    def build_preload(self) -> PreloadConfig | None:
+        """Return what a template of sandboxes imports; None without `preload`."""
+        return PreloadConfig.from_command(self.command, self.preload, self.env) if self.preload else None
 
 
 def find_placeholders(texts: Iterable[str]) -> set[str]:
@@ -171,6 +184,10 @@ class ProgramHarness(Harness):
                 f"harness.{key}: {path!r} is outside the sandbox; use a path relative to the work directory, or ~/..."
             )
         runtime.capabilities.check(Capability.GATEWAY, f"the harness {self.config.id!r}", runtime.config.id)
+
+    def build_preload(self) -> PreloadConfig | None:
+        """Return the packages of the program."""
+        return self.config.build_preload()
 
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:
         """Raise ConfigInvalid if the task has no prompt that is a text."""
@@ -263,7 +280,7 @@ class ProgramHarness(Harness):
         env |= {name: fill_placeholders(text, values) for name, text in env_texts.items()}
         try:
             stdin = values["prompt"].encode() if config.prompt == "stdin" else None
-            return await runtime.spawn(command, env=env, stdin=stdin)
+            return await runtime.spawn_agent(command, env=env, stdin=stdin)
         except (OSError, ValueError) as error:
             raise EnvironmentFault(
                 f"the program {command[0]!r} cannot be run in the runtime: {error}; install it, and for a sandbox name "

@@ -220,6 +220,18 @@ def build_bwrap_command(
     return command if cgroup is None else cgroup.build_join_command(command)
 
 
+def build_env(config: SandboxRuntimeConfig) -> dict[str, str]:
+    """Return the environment variables of all programs of a sandbox."""
+    search_path = [*config.prepend_path, f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
+    return {
+        "PATH": ":".join(dict.fromkeys(search_path)),
+        "HOME": f"{SANDBOX_DIR}/home",
+        "TMPDIR": f"{SANDBOX_DIR}/tmp",
+        "USER": "agent",
+        "LANG": "C.UTF-8",
+    } | config.env
+
+
 def parse_child_pid(info: bytes) -> int:
     """Return the process id of the sandbox's first process from what bubblewrap reported."""
     return int(json.loads(info)["child-pid"])
@@ -235,7 +247,7 @@ def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator
     yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session")
     yield "--as-pid-1"  # no program of the sandbox can then kill or stop its first program
     yield from ("--uid", USER_ID, "--gid", USER_ID, "--hostname", "sandbox", "--cap-drop", "ALL")
-    for kind, source, target in iter_mounts(config, disk_mb):
+    for kind, source, target in iter_mounts(config, disk_mb, {INIT_FILE: sandbox_init.__file__}):
         if kind == "tmpfs":
             yield from ("--size", source, "--tmpfs", target) if source else ("--tmpfs", target)
         elif source:
@@ -245,10 +257,11 @@ def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator
     yield from ("--chdir", "/")
 
 
-def iter_mounts(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator[Mount]:
+def iter_mounts(config: SandboxRuntimeConfig, disk_mb: int | None, scripts: Mapping[str, str]) -> Iterator[Mount]:
     """Yield the file system of a sandbox in the order in which it is made.
 
-    Bubblewrap applies it (`_iter_options`), and so does `sandbox_namespaces` in a forked sandbox.
+    Bubblewrap applies it (`_iter_options`), and so does `sandbox_namespaces` in a forked sandbox. `scripts`: the files
+    of this package that the sandbox has, by their path in it.
     """
     yield "proc", "", "/proc"
     yield "dev", "", "/dev"
@@ -280,7 +293,8 @@ def iter_mounts(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator[M
             hidden = str(target / package.relative_to(source.resolve()))
             yield "tmpfs", "", hidden
             yield "remount-ro", "", hidden
-    yield "ro-bind", sandbox_init.__file__, INIT_FILE
+    for target, source in scripts.items():
+        yield "ro-bind", source, target
     # root of the machine owns /proc/sys, and a sandbox of a root process has its user id
     for place in ("/proc", "/dev", "/"):
         yield "remount-ro", "", place

@@ -104,6 +104,11 @@ class Cgroup:
         """Return a command line that joins the groups and then becomes the program of `argv`."""
         return build_join_command(self._unique_directories, argv)
 
+    def add_process(self, pid: int) -> None:
+        """Move a process into the groups. Raises OSError if it has ended or the kernel refuses it."""
+        for directory in self._unique_directories:
+            (directory / "cgroup.procs").write_text(str(pid))
+
     def set_limits(self, limits: ResourceLimits) -> None:
         """Apply limits. Raises SandboxError if the kernel refuses one."""
         try:

@@ -1,6 +1,9 @@
 """Configuration of the runtimes; importable without the runtimes themselves."""
 
-from pathlib import Path
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -72,6 +75,39 @@ class SandboxRuntimeConfig(ReadOnlyPathsConfig):
     num_prepared: int = Field(default=2, ge=0)
     fallback: Literal["local"] | None = None
     """The runtime that is used on a machine where a sandbox does not work. None: the run is refused there."""
+
+
+PYTHON_NAME = re.compile(r"python[0-9.]*")
+
+
+@dataclass(frozen=True, slots=True)
+class PreloadConfig:
+    """The packages that the template of forked sandboxes imports, and the Python that imports them.
+
+    - `python`: the program and its options, without the script.
+    - `modules`: the names of the packages.
+    - `env`: variables of that Python.
+    """
+
+    python: tuple[str, ...]
+    modules: tuple[str, ...]
+    env: Mapping[str, str]
+
+    @classmethod
+    def from_command(cls, command: Sequence[str], modules: Sequence[str], env: Mapping[str, str]) -> "PreloadConfig":
+        """Return the configuration for an agent's command line and environment variables.
+
+        Raises ValueError if the command is not a script or a module of Python.
+        """
+        num_options = next((i for i, text in enumerate(command[1:]) if text == "-m" or text[:1] != "-"), None)
+        python = tuple(command[: 1 + (num_options or 0)])
+        is_python = PYTHON_NAME.fullmatch(PurePath(command[0]).name) is not None
+        if not is_python or num_options is None or "-c" in python or "-" in python:
+            raise ValueError('preload needs a command such as ["python3", "agent.py"] or ["python3", "-m", "agent"]')
+        python_env = {name: value for name, value in env.items() if name.startswith("PYTHON")}
+        if any("{" in text for text in (*python, *python_env.values())):
+            raise ValueError("with preload, Python, its options and its PYTHON... variables are the same for all tasks")
+        return cls(python, tuple(modules), python_env)
 
 
 class ContainerRuntimeConfig(ReadOnlyPathsConfig):

@@ -15,42 +15,29 @@ left, which `clean` removes.
 
 import asyncio
 import contextlib
-import errno
-import os
-import signal
-import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path, PurePath
 from urllib.parse import urlsplit
 
-from ramify.core.errors import AgentFailed, ConfigInvalid, RamifyError, SandboxError
-from ramify.env.runtime import Capabilities, CommandLine, ResourceLimits, Runtime, RuntimeConfig, build_argv
+from ramify.core.errors import ConfigInvalid, SandboxError
+from ramify.env.runtime import Capabilities, CommandLine, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
-from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
 from ramify.rollout.runtime.bwrap import (
     SANDBOX_DIR,
     WORK_DIR,
-    build_bwrap_command,
-    build_seccomp_filter,
+    build_env,
     find_capabilities,
     find_unsupported_reason,
-    parse_child_pid,
 )
-from ramify.rollout.runtime.cgroup import Cgroup, find_cgroup_parents, find_leftover_groups
+from ramify.rollout.runtime.cgroup import find_leftover_groups
 from ramify.rollout.runtime.config import SandboxRuntimeConfig
 from ramify.rollout.runtime.owner import remove_leftovers
 from ramify.rollout.runtime.port_forward import PortForward
+from ramify.rollout.runtime.running_sandbox import BwrapSandbox, RunningSandbox
 from ramify.rollout.runtime.sandbox_files import SandboxFiles
-from ramify.rollout.runtime.sandbox_process import SandboxChannel, SandboxProcess, create_sealed_file
-
-BOOT_TIMEOUT = 20.0  # seconds for a sandbox to report that it is ready
-KILLED_EXIT_CODE = SIGNAL_EXIT_OFFSET + signal.SIGKILL  # of bwrap, for its first process
-MAX_REASON_BYTES = 2000  # of bwrap's standard error, in an error message
-STOP_TIMEOUT = 10.0  # seconds for the kernel to end a sandbox
-SWEEP_TIMEOUT = 0.2  # seconds for a leftover control group to become empty
+from ramify.rollout.runtime.sandbox_process import SandboxProcess
+from ramify.rollout.runtime.template import ForkedSandbox, SandboxTemplate
 
 
 class SandboxRuntime(Runtime):
@@ -58,9 +45,10 @@ class SandboxRuntime(Runtime):
 
     config: SandboxRuntimeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
 
-    def __init__(self, config: SandboxRuntimeConfig | None = None) -> None:
+    def __init__(self, config: SandboxRuntimeConfig | None = None, template: SandboxTemplate | None = None) -> None:
         super().__init__(config or SandboxRuntimeConfig())
-        self._sandbox: _RunningSandbox | None = None
+        self._template = template
+        self._sandbox: RunningSandbox | None = None
         self._relative_workdir = PurePath()
         self._files: SandboxFiles | None = None
         self._forward: PortForward | None = None
@@ -144,11 +132,26 @@ class SandboxRuntime(Runtime):
     ) -> SandboxProcess:
         """Start a program in the sandbox, with the configured environment variables only."""
         sandbox = await self._get_sandbox()
-        argv = build_argv(command)
         process = SandboxProcess(
             sandbox.channel, sandbox.kill, sandbox.find_end_error, self.config.max_output_bytes, interactive=interactive
         )
-        await process.start(argv, {**self._build_env(), **(env or {})}, str(self.workdir / (cwd or "")), stdin)
+        variables = {**build_env(self.config), **(env or {})}
+        await process.start(build_argv(command), variables, str(self.workdir / (cwd or "")), stdin)
+        return process
+
+    async def spawn_agent(
+        self, command: CommandLine, *, env: Mapping[str, str] | None = None, stdin: bytes | None = None
+    ) -> SandboxProcess:
+        """Start the agent's program: in a forked sandbox by a fork, which has its packages."""
+        sandbox = await self._get_sandbox()
+        if self._template is None or not sandbox.is_forked:
+            return await self.spawn(command, env=env, stdin=stdin)
+        process = SandboxProcess(
+            sandbox.channel, sandbox.kill, sandbox.find_end_error, self.config.max_output_bytes, interactive=False
+        )
+        argv = build_argv(command)[len(self._template.preload.python) :]
+        variables = {**build_env(self.config), **(env or {})}
+        await process.start(argv, variables, str(self.workdir), stdin, is_preloaded=True)
         return process
 
     async def read(self, path: str | PurePath) -> bytes:
@@ -185,15 +188,25 @@ class SandboxRuntime(Runtime):
         """Remove the control groups of processes that have ended."""
         return remove_leftovers(find_leftover_groups())
 
-    async def _start_sandbox(self, disk_mb: int | None) -> "_RunningSandbox":
-        self._sandbox = _RunningSandbox(disk_mb)
+    async def _start_sandbox(self, disk_mb: int | None) -> RunningSandbox:
+        if (template := self._template) is not None and (running := await template.get_running()) is not None:
+            forked = ForkedSandbox(disk_mb, running)
+            await self._start_or_remove(forked)
+            if forked.refusal is None:
+                return forked
+            template.refuse(forked.refusal)
+            await self._remove_sandbox()
+        return await self._start_or_remove(BwrapSandbox(disk_mb))
+
+    async def _start_or_remove(self, sandbox: RunningSandbox) -> RunningSandbox:
+        self._sandbox = sandbox
         try:
-            await self._sandbox.start(self.config)
+            await sandbox.start(self.config)
         except BaseException:
             with contextlib.suppress(SandboxError):  # `stop` tries again and reports it
                 await self._remove_sandbox()
             raise
-        return self._sandbox
+        return sandbox
 
     async def _remove_sandbox(self) -> None:
         """Stop the sandbox, if there is one. After a failure, this can be called again."""
@@ -201,7 +214,7 @@ class SandboxRuntime(Runtime):
             await self._sandbox.stop()
             self._sandbox = None
 
-    async def _get_sandbox(self) -> "_RunningSandbox":
+    async def _get_sandbox(self) -> RunningSandbox:
         if self._sandbox is None or self._stopped:
             raise SandboxError("the runtime was stopped or not started; it cannot run anything")
         if self._sandbox.channel.is_closed:
@@ -212,171 +225,3 @@ class SandboxRuntime(Runtime):
         await self._get_sandbox()
         assert self._files is not None
         return self._files
-
-    def _build_env(self) -> dict[str, str]:
-        search_path = [*self.config.prepend_path, f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
-        return {
-            "PATH": ":".join(dict.fromkeys(search_path)),
-            "HOME": f"{SANDBOX_DIR}/home",
-            "TMPDIR": f"{SANDBOX_DIR}/tmp",
-            "USER": "agent",
-            "LANG": "C.UTF-8",
-        } | self.config.env
-
-
-class _RunningSandbox:
-    """A running bubblewrap process with its first program, and what that handed out."""
-
-    def __init__(self, disk_mb: int | None) -> None:
-        self.disk_mb = disk_mb
-        self._stack = contextlib.ExitStack()
-        self._bwrap: asyncio.subprocess.Process | None = None
-        self._bwrap_fd = self._first_process_fd = -1
-        self._directory_fd = -1
-        self._listener: socket.socket | None = None
-        self._cgroup: Cgroup | None = None
-        self._is_ready = self._is_killed = False
-        self.channel: SandboxChannel
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the sandbox was ready and has not ended."""
-        return self._is_ready and not self.channel.is_closed
-
-    async def start(self, config: SandboxRuntimeConfig) -> None:
-        """Start the sandbox and wait until it is ready. Raises SandboxError if it does not start; `stop` it then."""
-        try:
-            async with asyncio.timeout(BOOT_TIMEOUT):
-                await self._boot(config)
-        except TimeoutError as error:
-            raise SandboxError(f"a sandbox was not ready after {BOOT_TIMEOUT:g} s") from error
-        except OSError as error:
-            raise SandboxError(f"a sandbox cannot be started: {error}") from error
-        self._is_ready = True
-
-    async def _boot(self, config: SandboxRuntimeConfig) -> None:
-        if find_cgroup_parents().directories:
-            await asyncio.to_thread(_sweep_groups_once)
-            self._cgroup = await asyncio.to_thread(Cgroup)
-            self._cgroup.set_limits(config.limits)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.channel = SandboxChannel(ours)
-        info_read, info_write = os.pipe()
-        error_read, error_write = os.pipe()
-        with contextlib.ExitStack() as child_files:
-            child_files.callback(os.close, info_write)
-            child_files.callback(os.close, error_write)
-            child_files.enter_context(theirs)
-            info = self._stack.enter_context(os.fdopen(info_read, "rb"))
-            errors = self._stack.enter_context(os.fdopen(error_read, "rb", 0))
-            filter_fd = create_sealed_file("seccomp", build_seccomp_filter() or b"")
-            child_files.callback(os.close, filter_fd)
-            fds = {"control": theirs.fileno(), "info": info_write, "seccomp": filter_fd}
-            self._bwrap = await asyncio.create_subprocess_exec(
-                *build_bwrap_command(config, self.disk_mb, fds, self._cgroup),
-                # Only pipes, sockets and sealed files in memory: a program that opened a file of the machine through
-                # /proc could write to the machine's disk, and change the mode of a device.
-                stdin=error_write,
-                stdout=error_write,
-                stderr=error_write,
-                pass_fds=list(fds.values()),
-                env={"PATH": os.defpath},  # the sandbox sees the environment of bubblewrap's own process
-                cwd="/",
-                start_new_session=True,
-            )
-        with contextlib.suppress(ProcessLookupError):  # it has exited already; its channel is closed then
-            self._bwrap_fd = os.pidfd_open(self._bwrap.pid)
-        message, fds_received = await self.channel.receive_first(2)
-        if message != b"ready" or len(fds_received) != 2:
-            os.set_blocking(error_read, False)
-            reason = (errors.read(MAX_REASON_BYTES) or b"").decode(errors="replace").strip()
-            limit = config.limits.max_processes
-            if limit is not None and os.strerror(errno.EAGAIN) in reason:
-                reason += f"; runtime.limits.max_processes = {limit} is probably too low"
-            raise SandboxError(f"a sandbox cannot be started: {reason or 'bwrap gave no reason'}")
-        errors.close()  # nobody reads it from now on, and a write fails
-        self._directory_fd, listener_fd = fds_received
-        self._listener = socket.socket(fileno=listener_fd)
-        self._listener.setblocking(False)
-        self._first_process_fd = os.pidfd_open(parse_child_pid(await asyncio.to_thread(info.read)))
-        self.channel.start()
-
-    def set_limits(self, limits: ResourceLimits) -> None:
-        """Apply limits to the sandbox."""
-        if self._cgroup is not None:
-            self._cgroup.set_limits(limits)
-
-    def take_directory_fd(self) -> int:
-        """Return the open directory of the sandbox's files; the caller closes it."""
-        directory_fd, self._directory_fd = self._directory_fd, -1
-        return directory_fd
-
-    def take_listener(self) -> socket.socket:
-        """Return the socket that listens in the sandbox's network; the caller closes it."""
-        listener, self._listener = self._listener, None
-        assert listener is not None
-        return listener
-
-    async def find_end_error(self) -> RamifyError:
-        """Return the error of an ended sandbox: SandboxError if nothing inside can have caused it, else AgentFailed.
-
-        The programs of a sandbox run as the same user as its first program. What they can do to it is limited:
-
-        - Signals do not reach it, since it is process 1 of their namespace and handles only SIGCHLD. The processor time
-          after which the kernel kills it cannot be set from inside: the filter refuses limits of other processes.
-        - Its memory and files are closed to them (`sandbox_init`), so they cannot make it exit with a chosen code.
-        - They can use up the memory of the control group. The kernel counts the processes that it kills for this.
-        - bwrap, its parent, is outside of their namespace. It exits with the first program, as 128 + n for signal n.
-
-        So a signal that killed bwrap, or SIGKILL for the first program, came from outside if no process was killed for
-        lack of memory. Without a control group nothing tells whether the memory was used up, and the machine is blamed.
-        """
-        assert self._bwrap is not None
-        exit_code: int | None = None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT):
-                exit_code = await self._bwrap.wait()
-        if self._cgroup is not None and self._cgroup.num_oom_kills():
-            return AgentFailed("the sandbox has ended: its programs used more memory than the limit")
-        if not self._is_killed and (exit_code is None or exit_code < 0 or exit_code == KILLED_EXIT_CODE):
-            return SandboxError("the sandbox was killed from outside; look for what kills processes on this machine")
-        return AgentFailed("the sandbox has ended: its first program ended")
-
-    def kill(self) -> None:
-        """Kill all processes of the sandbox, but not bwrap, which reaps the first of them and exits."""
-        self._is_killed = True
-        fd = self._first_process_fd if self._first_process_fd >= 0 else self._bwrap_fd
-        if fd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
-
-    async def stop(self) -> None:
-        """Kill all processes of the sandbox, wait until they are gone, and release what it held. May be repeated."""
-        self.kill()
-        if self._bwrap is not None:
-            try:
-                async with asyncio.timeout(STOP_TIMEOUT):
-                    await self._bwrap.wait()
-            except TimeoutError as error:
-                with contextlib.suppress(ProcessLookupError):  # somebody may have stopped it
-                    self._bwrap.kill()
-                raise SandboxError(f"the sandbox {self._bwrap.pid} did not end after {STOP_TIMEOUT:g} s") from error
-        if hasattr(self, "channel"):
-            self.channel.close()
-        if self._listener is not None:
-            self._listener.close()
-        for fd in (self._bwrap_fd, self._first_process_fd, self._directory_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._bwrap_fd = self._first_process_fd = self._directory_fd = -1
-        self._stack.close()
-        if self._cgroup is not None:
-            await asyncio.to_thread(self._cgroup.remove)
-            self._cgroup = None
-
-
-@cache
-def _sweep_groups_once() -> None:
-    """Remove the control groups of killed processes. Once per process is enough: an empty group uses no resources."""
-    with contextlib.suppress(SandboxError):  # `clean` reports what cannot be removed
-        list(remove_leftovers(find_leftover_groups(SWEEP_TIMEOUT)))

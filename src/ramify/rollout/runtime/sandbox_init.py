@@ -181,11 +181,11 @@ def _kill_marked(marker: str) -> bool:
 def _read_environment(pid: int) -> list[bytes] | None:
     """Return the variables of a process, [] if it has exited; None if it runs without an environment."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - importing pathlib delays the start
+        with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read()
         if variables:
             return variables.split(b"\0")
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+        with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b") ")[2][:1]
     except OSError:
         return []

@@ -173,8 +173,19 @@ class SandboxProcess(PipedProcess):
         self._started: asyncio.Future[SandboxReply | None] = asyncio.get_running_loop().create_future()
         self._killed: asyncio.Future[bool] | None = None  # of the latest request to kill: whether all are gone
 
-    async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, stdin: bytes | None) -> None:
-        """Start the program. Raises OSError if it cannot be run, ValueError if an argument or variable is invalid."""
+    async def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        stdin: bytes | None,
+        *,
+        is_preloaded: bool = False,
+    ) -> None:
+        """Start the program. Raises OSError if it cannot be run, ValueError if an argument or variable is invalid.
+
+        With `is_preloaded`, the first program of a forked sandbox forks for the Python script and its arguments.
+        """
         variables = {**env, MARKER_VARIABLE: str(self._id)}
         for text in (*argv, *variables, *variables.values(), cwd):
             if b"\0" in os.fsencode(text):
@@ -182,6 +193,7 @@ class SandboxProcess(PipedProcess):
         try:
             await self.open_pipes(stdin)
             request = {"op": "spawn", "id": self._id, "argv": list(argv), "env": variables, "cwd": cwd}
+            request["preloaded"] = is_preloaded
             # the sandbox opens an empty input itself: the null device of the machine must not be in it
             fds = self.program_fds if self.has_input else self.program_fds[1:]
             reply = await self._request_start(request, tuple(fds))
