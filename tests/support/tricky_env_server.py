@@ -13,7 +13,7 @@ STATIC = {"type": "static", "workers": 2}
 
 
 def make_config(url: str, tmp_path: Path, *, cls: str = "Tricky", **options: Any) -> EnvServerConfig:
-    source_keys = ("taskset", "pool", "max_tries", "name", "address", "kind", "runtime")
+    source_keys = ("taskset", "pool", "max_tries", "name", "address", "kind", "runtime", "harness")
     source_options = {key: options.pop(key) for key in source_keys if key in options}
     source = {
         "name": source_options.get("name", "tricky"),
@@ -22,6 +22,7 @@ def make_config(url: str, tmp_path: Path, *, cls: str = "Tricky", **options: Any
         "max_tries": source_options.get("max_tries", 1),
         "address": source_options.get("address"),
         "runtime": source_options.get("runtime", {"id": "local"}),
+        "harness": source_options.get("harness", {"id": "chat"}),
     }
     return EnvServerConfig.model_validate(
         {

@@ -1,6 +1,7 @@
 """Sandboxed rollouts on an env server: random cancels and killed workers leave nothing behind."""
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import pytest
 from ramify.cli import main as run_command
 from ramify.core.errors import RamifyError
 from ramify.rollout.envserver import EnvClient, EnvServer
+from ramify.rollout.runtime import sandbox_template
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
 from ramify.rollout.runtime.cgroup import GROUP_PREFIX, find_cgroup_parents
 from tests.support.processes import async_wait_until as wait_until
@@ -53,7 +55,31 @@ def list_mounts(tmp_path: Path) -> set[str]:
     return {line for line in lines if session not in line or str(tmp_path) in line}
 
 
-async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_client, tmp_path, capsys):
+def list_victims(server: EnvServer, killed: list[int]) -> list[int]:
+    """The workers that were not killed before; the server may not have noticed that yet."""
+    return [worker.pid for worker in server.pool._ready_workers() if worker.pid not in killed]
+
+
+def kill_template(worker_pid: int) -> None:
+    """Kill the template of a worker's sandboxes, if it has one at this moment."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(worker_pid).children():
+            if any("sandbox_template" in argument for argument in process.cmdline()):
+                process.kill()
+
+
+AGENT = (Path(__file__).parents[1] / "harness" / "script_agent.py").read_text()
+PRELOADED = {
+    "id": "program",
+    "command": ["python3", "agent.py", "openai", "-"],
+    "prompt": "stdin",
+    "files": {"agent.py": AGENT},
+    "preload": ["urllib.request"],
+}
+
+
+@pytest.mark.parametrize("harness", [{"id": "chat"}, PRELOADED], ids=["bubblewrap", "forked"])
+async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_client, tmp_path, capsys, harness):
     rng = random.Random(5)
     nap = f"97{rng.random()}"
     mounts_before = list_mounts(tmp_path)
@@ -69,10 +95,12 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
                 await asyncio.sleep(0.2 + rng.random() * 0.3)
                 await client.cancel([f"b{number}"])
             workers.update(worker.pid for worker in server.pool._ready_workers())
-            if number == NUM_ROLLOUTS // 2:
-                victim = server.pool._ready_workers()[0]
-                killed.append(victim.pid)
-                os.kill(victim.pid, signal.SIGKILL)
+            if number in (NUM_ROLLOUTS // 3, 2 * NUM_ROLLOUTS // 3):
+                await wait_until(lambda: list_victims(server, killed), "a worker")
+                victims = list_victims(server, killed)
+                killed.append(victims[0])
+                os.kill(victims[0], signal.SIGKILL)
+                kill_template(victims[-1])
             try:
                 trace = (await call).episode.traces[0]
             except RamifyError as error:
@@ -82,7 +110,9 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
                 answers["done"] += 1
 
     async def main():
-        config = make_config(engine.url, tmp_path, runtime={"id": "sandbox", "num_prepared": 2}, max_tries=3)
+        config = make_config(
+            engine.url, tmp_path, runtime={"id": "sandbox", "num_prepared": 2}, harness=harness, max_tries=5
+        )
         async with (
             EnvServer(config, prefork_client=fork_client) as server,
             EnvClient(server.address, settings=QUICK) as client,
@@ -96,9 +126,9 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
 
     await asyncio.wait_for(main(), 300)
     assert sum(answers.values()) == NUM_ROLLOUTS and set(answers) <= {"done", "RequestCancelled"}, answers
-    assert len(killed) == 1 and answers["done"] and answers["RequestCancelled"]
+    assert len(killed) == 2 and answers["done"] and answers["RequestCancelled"]
     assert run_command(["runtime", "clean"]) == 0
     assert "removed" in capsys.readouterr().out
-    assert list_sandboxes(nap) == []
+    assert list_sandboxes(nap) == [] and list_sandboxes(sandbox_template.__file__) == []
     assert set(killed) <= workers and list_groups(workers) == []
     assert list_mounts(tmp_path) == mounts_before

@@ -207,17 +207,16 @@ CALLS = {
     "personality": "libc.personality(0xffffffff)",
     "limits of another process": "libc.prlimit(1, 0, None, None)",
 }
+IS_ARM = os.uname().machine == "aarch64"
+NUMBERS = {"bpf": 280, "keyctl": 219, "clone": 220} if IS_ARM else {"bpf": 321, "keyctl": 250, "clone": 56}
 RECENT_CALLS = {"memfd_secret": 447, "statmount": 457, "listmount": 458, "open_tree_attr": 467, "not known yet": 9999}
 
 
 async def make_calls(kind, calls) -> dict[str, str]:
     """Run calls of C functions in a sandbox, and return the result and the error of each."""
-    numbers = {"bpf": 321, "keyctl": 250, "clone": 56}
-    if os.uname().machine == "aarch64":
-        numbers = {"bpf": 280, "keyctl": 219, "clone": 220}
     script = f"""
 import ctypes, os
-numbers = {numbers}
+numbers = {NUMBERS}
 libc = ctypes.CDLL(None, use_errno=True)
 for call in {list(calls.values())}:
     print(eval(call), os.strerror(ctypes.get_errno()))

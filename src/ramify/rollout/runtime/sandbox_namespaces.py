@@ -167,7 +167,7 @@ def _bind(source: str, target: str) -> None:
 
 
 def _restrict(target: str, attributes: int, flags: int) -> None:
-    """Add attributes to a mount. Their bits are those of the older flags."""
+    """Add attributes to a mount. They have the bits of the older flags."""
     change = _MountAttributes(attributes, 0, 0, 0)
     result = _libc.syscall(MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, ctypes.byref(change), ctypes.sizeof(change))
     _check(result, "cannot restrict the mount " + target)

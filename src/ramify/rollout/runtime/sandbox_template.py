@@ -105,6 +105,7 @@ def start_inside(control_fd: int, setup_fd: int, proc_fd: int) -> None:
         os._exit(0)
     namespaces.allow_access()
     _write_memory_range(memory, [setup["python"][0], *program["argv"]], program["env"][init.MARKER_VARIABLE])
+    sys.orig_argv[:] = [*setup["python"], *program["argv"]]
     _run_program(program, preloaded)
 
 

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import re
+import signal
 import socket
 import struct
 from pathlib import Path
@@ -107,7 +108,8 @@ class RunningTemplate:
 
     def __init__(self) -> None:
         self._control: socket.socket | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | None = None  # the parent of the template
+        self._template_fd = -1
         self._exits: dict[int, asyncio.Future[int | None]] = {}
         self.namespaces: dict[str, str] = {}
         self.is_closed = False
@@ -160,6 +162,7 @@ class RunningTemplate:
             assert self._process.stderr is not None
             text = (await self._process.stderr.read(MAX_REASON_BYTES)).decode(errors="replace").strip()
             raise SandboxError(f"the template of sandboxes has ended: {text or 'it gave no reason'}")
+        self._template_fd = os.pidfd_open(pid)
         self.namespaces = read_namespaces(pid)
         asyncio.get_running_loop().add_reader(self._control, self._read)
         return find_open_wall(pid, [read_namespaces(os.getpid())], has_filter=False)
@@ -198,14 +201,20 @@ class RunningTemplate:
     async def stop(self) -> None:
         """Kill the template, and so all its sandboxes, and wait until they are gone."""
         self._close()
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()  # the kernel kills the template with it
+                if self._template_fd >= 0:
+                    signal.pidfd_send_signal(self._template_fd, signal.SIGKILL)  # its parent exits after all of them
+                else:
+                    self._process.kill()  # the kernel kills the template with it
             try:
                 async with asyncio.timeout(STOP_TIMEOUT):
                     await self._process.wait()
             except TimeoutError as error:
                 raise SandboxError(f"the template {self._process.pid} did not end after {STOP_TIMEOUT:g} s") from error
+        if self._template_fd >= 0:
+            os.close(self._template_fd)
+        self._template_fd = -1
 
     def _read(self) -> None:
         assert self._control is not None
