@@ -24,6 +24,7 @@ from ramify.processes.interpreter import find_other_interpreter
 from ramify.rollout.config import SourceConfig
 from ramify.rollout.harness import Harness
 from ramify.rollout.harness.base import build_initial_messages
+from ramify.rollout.harness.program import ProgramHarnessConfig
 from ramify.rollout.prepared_runtimes import PreparedRuntimes
 from ramify.rollout.runtime.bwrap import describe_fallback
 from ramify.rollout.runtime.config import SandboxRuntimeConfig
@@ -224,7 +225,7 @@ class Environment:
 
 def _build_template(harness: Harness, runtime_id: str, runtime_config: RuntimeConfig) -> SandboxTemplate | None:
     """Return the template of the source's sandboxes if its harness asks for one."""
-    preload = harness.build_preload()
+    preload = harness.config.build_preload() if isinstance(harness.config, ProgramHarnessConfig) else None
     if preload is None:
         return None
     if runtime_id != "sandbox":

@@ -106,8 +106,7 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
             except RamifyError as error:
                 answers[error.name] += 1
             else:
-                assert trace.errors == []
-                answers["done"] += 1
+                answers[trace.errors[0].name if trace.errors else "done"] += 1
 
     async def main():
         config = make_config(
@@ -125,7 +124,8 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
         assert log.count("rollout ended id=") >= answers["done"]
 
     await asyncio.wait_for(main(), 300)
-    assert sum(answers.values()) == NUM_ROLLOUTS and set(answers) <= {"done", "RequestCancelled"}, answers
+    allowed = {"done", "RequestCancelled"} | ({"SandboxError"} if harness is PRELOADED else set())  # a killed template
+    assert sum(answers.values()) == NUM_ROLLOUTS and set(answers) <= allowed, answers
     assert len(killed) == 2 and answers["done"] and answers["RequestCancelled"]
     assert run_command(["runtime", "clean"]) == 0
     assert "removed" in capsys.readouterr().out

@@ -256,7 +256,7 @@ def test_host_notices_a_process_that_is_not_closed(problem):
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None and process.stdout.readline()
-            pid = psutil.Process(process.pid).children()[0].pid
+            pid = psutil.Process(process.pid).children()[0].pid if OPEN_PROCESSES[problem] else process.pid
             assert problem in (find_open_wall(pid, [read_namespaces(os.getpid())]) or "")
         finally:
             process.kill()

@@ -12,7 +12,6 @@ from ramify.infer.dialects.media import read_environment_url
 from ramify.infer.dialects.message_parser import MessageParser
 from ramify.infer.gateway.config import RolloutLimits
 from ramify.rollout.harness.config import HarnessConfig
-from ramify.rollout.runtime.config import PreloadConfig
 from ramify.trace import Media, Message
 
 if TYPE_CHECKING:
@@ -113,10 +112,6 @@ class Harness(ABC):
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:
         """Raise ConfigInvalid if this harness cannot start the task."""
         return
-
-    def build_preload(self) -> PreloadConfig | None:
-        """Return the packages of a Python agent that sandboxes have imported before a rollout; None if none."""
-        return None
 
     def format_prompt(self, task: Task) -> list[dict[str, Any]]:
         """Return the system message and the prompt of a task in OpenAI's format, with its images as data URLs."""

@@ -185,10 +185,6 @@ class ProgramHarness(Harness):
             )
         runtime.capabilities.check(Capability.GATEWAY, f"the harness {self.config.id!r}", runtime.config.id)
 
-    def build_preload(self) -> PreloadConfig | None:
-        """Return the packages of the program."""
-        return self.config.build_preload()
-
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:
         """Raise ConfigInvalid if the task has no prompt that is a text."""
         if task.prompt is None and hooks.user is None:
