@@ -72,17 +72,19 @@ async def test_files_of_the_machine_cannot_be_read(sandbox_kind, tmp_path):
         Path("/run"),
         Path("/var/log"),
     ]
-    for path in places:
-        result = await run_in_sandbox(sandbox_kind, ["ls", str(path)])
-        assert result.returncode != 0, path
-        assert b"No such file" in result.stderr
-    listing = (await run_in_sandbox(sandbox_kind, "ls -A / /etc /home /root 2>/dev/null")).text.split()
+    async with open_runtime(sandbox_kind) as runtime:
+        for path in places:
+            result = await runtime.run(["ls", str(path)], timeout=20)
+            assert result.returncode != 0, path
+            assert b"No such file" in result.stderr
+        listing = (await runtime.run("ls -A / /etc /home /root 2>/dev/null", timeout=20)).text.split()
     assert not {"work", "srv", "mnt", "run", "var", "shadow", ".ssh"} & set(listing)
 
 
 async def test_system_is_read_only(sandbox_kind):
-    for target in ("/usr/x", "/etc/x", "/x", "/dev/x", f"{sys.base_prefix}/x", "/.init.py"):
-        assert (await run_in_sandbox(sandbox_kind, f"echo x > {target}")).returncode != 0, target
+    async with open_runtime(sandbox_kind) as runtime:
+        for target in ("/usr/x", "/etc/x", "/x", "/dev/x", f"{sys.base_prefix}/x", "/.init.py"):
+            assert (await runtime.run(f"echo x > {target}", timeout=20)).returncode != 0, target
 
 
 async def test_named_paths_are_readable_and_no_others(sandbox_kind, tmp_path):
@@ -111,12 +113,14 @@ async def test_named_paths_are_readable_and_no_others(sandbox_kind, tmp_path):
 
 
 async def test_python_of_the_sandbox_has_no_ramify(sandbox_kind):
-    for interpreter in ("python3", f"{sys.base_prefix}/bin/python3"):
-        result = await run_in_sandbox(sandbox_kind, [interpreter, "-c", "import sys; print(1); import ramify"])
-        assert result.stdout == b"1\n"
-        assert b"ModuleNotFoundError: No module named 'ramify'" in result.stderr
     source = Path(ramify.__file__).parent.parent
-    result = await run_in_sandbox(sandbox_kind, "ls -A /source/ramify; ls /source", read_only=[f"{source}:/source"])
+    async with open_runtime(sandbox_kind, read_only=[f"{source}:/source"]) as runtime:
+        for interpreter in ("python3", f"{sys.base_prefix}/bin/python3"):
+            script = "import sys; print(1); import ramify"
+            result = await runtime.run([interpreter, "-c", script], timeout=20)
+            assert result.stdout == b"1\n"
+            assert b"ModuleNotFoundError: No module named 'ramify'" in result.stderr
+        result = await runtime.run("ls -A /source/ramify; ls /source", timeout=20)
     assert result.text.split() == [path.name for path in sorted(source.iterdir()) if not path.name.startswith(".")]
 
 
@@ -142,9 +146,10 @@ async def test_files_of_other_rollouts_cannot_be_read(sandbox_kind):
 
 
 async def test_processes_of_the_machine_are_invisible(sandbox_kind):
-    result = await run_in_sandbox(sandbox_kind, "ls /proc | grep '^[0-9]*$' | wc -l")
-    assert int(result.text) < 10
-    assert (await run_in_sandbox(sandbox_kind, f"kill -0 {os.getpid()}")).returncode != 0
+    async with open_runtime(sandbox_kind) as runtime:
+        result = await runtime.run("ls /proc | grep '^[0-9]*$' | wc -l", timeout=20)
+        assert int(result.text) < 10
+        assert (await runtime.run(f"kill -0 {os.getpid()}", timeout=20)).returncode != 0
 
 
 async def test_network_of_the_machine_is_unreachable(sandbox_kind):
@@ -188,10 +193,15 @@ for address in (sys.argv[1], "\\0" + sys.argv[2]):
     assert sockets.stdout == b""
 
 
-@pytest.mark.parametrize("family", [40, 16, 17, 38, 44], ids=["vsock", "netlink", "packet", "alg", "xdp"])
-async def test_other_socket_families_are_refused(sandbox_kind, family):
-    result = await run_in_sandbox(sandbox_kind, ["python3", "-c", f"import socket; socket.socket({family}, 1)"])
-    assert b"Address family not supported" in result.stderr
+FAMILIES = {"vsock": 40, "netlink": 16, "packet": 17, "alg": 38, "xdp": 44}
+
+
+async def test_other_socket_families_are_refused(sandbox_kind):
+    async with open_runtime(sandbox_kind) as runtime:
+        for name, family in FAMILIES.items():
+            script = f"import socket; socket.socket({family}, 1)"
+            result = await runtime.run(["python3", "-c", script], timeout=20)
+            assert b"Address family not supported" in result.stderr, name
 
 
 CALLS = {
@@ -286,9 +296,11 @@ def test_filter_allows_the_listed_system_calls_only(machine):
 
 
 async def test_settings_of_the_kernel_cannot_be_written(sandbox_kind):
-    for file in ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/vm/drop_caches"):
-        result = await run_in_sandbox(sandbox_kind, ["python3", "-c", f"import os; os.open({file!r}, os.O_WRONLY)"])
-        assert b"Read-only file system" in result.stderr or b"Permission denied" in result.stderr, result
+    async with open_runtime(sandbox_kind) as runtime:
+        for file in ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/vm/drop_caches"):
+            script = f"import os; os.open({file!r}, os.O_WRONLY)"
+            result = await runtime.run(["python3", "-c", script], timeout=20)
+            assert b"Read-only file system" in result.stderr or b"Permission denied" in result.stderr, result
 
 
 async def test_limits_of_a_prepared_sandbox_are_raised_and_lowered_for_a_task():
@@ -325,7 +337,7 @@ async def test_secrets_of_the_worker_are_not_in_the_environment_or_proc(sandbox_
 async def test_too_few_processes_for_a_sandbox_are_named(sandbox_kind):
     requires(Capability.PROCESS_LIMIT)
 
-    for _ in range(8):  # bwrap may exit before or after it is looked at
+    for _ in range(8 if sandbox_kind == "sandbox" else 1):  # bwrap may exit before or after it is looked at
         with pytest.raises(SandboxError, match=r"runtime\.limits\.max_processes = 1 is probably too low"):
             async with open_runtime(sandbox_kind, limits={"max_processes": 1}, num_prepared=0):
                 pass
@@ -335,7 +347,7 @@ async def test_fork_bomb_is_contained(sandbox_kind):
     requires(Capability.PROCESS_LIMIT)
 
     async with open_runtime(sandbox_kind, limits={"max_processes": 64, "memory_mb": 512, "disk_mb": 16}) as runtime:
-        bomb = "f() { f | f & }; f; sleep 2; echo survived"
+        bomb = "f() { f | f & }; f; sleep 1; echo survived"
         result = await runtime.run(bomb, timeout=20)
         assert result.returncode != 0 or b"survived" in result.stdout
         async with open_runtime(sandbox_kind) as other:
