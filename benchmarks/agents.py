@@ -29,7 +29,7 @@ from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
 
 CONCURRENCY = 16
-ROUNDS = 1
+ROUNDS = 3
 NUM_ROLLOUTS = {"started from nothing": 32, "preloaded": 128, "run_agent": 256, "chat": 512}  # by how it is started
 TARGET = 8.0  # rollouts per second
 AGENT = Path(__file__).with_name("_openai_agent.py")
@@ -65,7 +65,7 @@ def build_source(way: str) -> SourceConfig:
     harness: dict[str, Any] = {"id": "program", "command": ["python3", "agent.py"], "prompt": "stdin"}
     harness |= {"copy_files": {"agent.py": str(AGENT)}, "env": {"PYTHONPATH": "/packages"}}
     if way == "preloaded":
-        harness["preload"] = ["openai", "openai.resources.chat"]
+        harness["preload"] = ["openai", "openai.resources.chat.completions.completions", "httpcore2"]
     limits = {"memory_mb": None, "max_processes": None}
     runtime = {"id": "sandbox", "read_only": [f"{PACKAGES}:/packages"], "limits": limits}
     return SourceConfig(taskset=taskset, harness=harness, runtime=runtime)
