@@ -81,7 +81,6 @@ def load_engine_model(
     is called with the model, which then gets versions of the weights that hold only adapters.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
-    logging.disable_progress_bar()
     config = load_config(path)
     shape = _read_shape(config)
     torch_device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -117,6 +116,7 @@ def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementati
         module = load_hf_model(manifest.adapters.base_model, config, dtype, attn_implementation)
         merge_published_adapters(module, tensors, manifest.adapters)
         return module
+    logging.disable_progress_bar()
     is_vision_model = config.model_type in VISION_MODEL_TYPES
     auto_class: Any = AutoModelForImageTextToText if is_vision_model else AutoModelForCausalLM
     try:
