@@ -11,6 +11,7 @@ from ramify.core.config import dump_toml, parse
 from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate import AdmissionLimits, RunConfig
 from ramify.orchestrate.components import load_plugins
+from ramify.rollout import SourceConfig
 from ramify.run.store.run_directory import compare_identities
 
 RUN = """
@@ -222,6 +223,20 @@ def test_all_rules_that_a_run_breaks_are_reported_together(read):
         "weights.transport",
         "record_batches",
     ]
+
+
+@pytest.mark.parametrize(
+    ("id", "name"),
+    [
+        ("reverse-text", "reverse-text"),
+        ("/home/me/envs/words.py", "words"),
+        ("envs/words.py:Reverse", "words:Reverse"),
+        ("my_package.games:Wordle", "my_package.games:Wordle"),
+    ],
+)
+def test_a_source_is_named_after_its_taskset_or_the_file_of_it(id, name):
+    assert SourceConfig(taskset={"id": id}).source_name == name
+    assert SourceConfig(taskset={"id": id}, name="mine").source_name == "mine"
 
 
 def test_duplicate_source_names_are_refused(read):

@@ -1,5 +1,6 @@
 """Configuration of a source of rollouts: the environment, the sampling parameters and the limits of an attempt."""
 
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
@@ -35,7 +36,7 @@ class SourceConfig(Config):
     misplaced_keys: ClassVar = {"num_tasks": "taskset.num_tasks", "split": "taskset.split"}
 
     name: str = ""
-    """Name of the source, unique in the run; by default the taskset's id."""
+    """Name of the source, unique in the run; by default the taskset's id, or the name of its file without `.py`."""
     taskset: dict[str, Any]
     """The taskset's `id` and its options."""
     harness: dict[str, Any] = {"id": "chat"}
@@ -73,8 +74,9 @@ class SourceConfig(Config):
 
     @property
     def source_name(self) -> str:
-        """The name of the source: `name`, or else the taskset's id."""
-        return self.name or str(self.taskset.get("id", ""))
+        """The name of the source: `name`, or else the taskset's id, for a file without its directory and `.py`."""
+        file, separator, class_name = str(self.taskset.get("id", "")).partition(":")
+        return self.name or (Path(file).stem if file.endswith(".py") else file) + separator + class_name
 
     @property
     def limits(self) -> RolloutLimits:
