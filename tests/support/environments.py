@@ -65,5 +65,5 @@ class VariedSquares(ColorCodeword):
     """The squares of color-codeword, with another reward beside its own, so that rewards of a random model differ."""
 
     @rf.reward
-    def variety(self, trace: rf.Trace) -> float:
-        return len(set(trace.last_reply)) / 64
+    def byte_sum(self, trace: rf.Trace) -> float:
+        return sum(trace.last_reply.encode()) % 64 / 64
