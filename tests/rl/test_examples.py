@@ -1,5 +1,7 @@
-"""Examples that learn: LoRA adapters, self-play by `rae`, and the harness rlm, whose calls of llm are branches."""
+"""Examples that learn: LoRA adapters, self-play, searches after a warm start; and the harness rlm with its branches."""
 
+import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -39,6 +41,19 @@ def test_adapters_learn_to_reverse_text(tmp_path):
 def test_rlm_trains_two_steps(tmp_path):
     run = run_example(tmp_path, "wikispeedia/rl_rlm.toml", "--max_steps", "2")
     assert len(read_values(run, "reward/all/mean")) == 2
+
+
+@pytest.mark.parametrize("agent", ["chat", str(EXAMPLES / "wiki_search" / "agent.py")])
+def test_searching_is_learned(tmp_path, agent):
+    (tmp_path / "outputs").mkdir()
+    writer = [sys.executable, str(EXAMPLES / "wiki_search" / "write_sft_data.py"), "outputs/wiki-search.jsonl"]
+    subprocess.run(writer, cwd=tmp_path, check=True, timeout=60)
+    result = run_command("sft", "@", str(EXAMPLES / "wiki_search" / "sft.toml"), cwd=tmp_path, timeout=600.0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    flags = ["-m", "outputs/wiki-search-sft/weights/0-000060"]
+    flags += ["--train.0.harness.id", agent, "--eval.0.harness.id", agent]
+    evals = read_values(run_example(tmp_path, "wiki_search/rl.toml", *flags), "eval/held-out/avg")
+    assert evals[-1] >= evals[0] + 0.2
 
 
 def test_rae_learns_and_no_baseline_is_slower(tmp_path):

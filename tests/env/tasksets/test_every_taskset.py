@@ -24,6 +24,7 @@ SIZES = {
     "reverse-text": {"max_chars": st.integers(8, 40)},
     "alphabet-sort": {"max_turns": st.integers(1, 4), "max_names": st.integers(1, 6)},
     "wikispeedia": {"max_dist": st.integers(3, 9), "num_articles": st.sampled_from([200, 400])},
+    "wiki-search": {"max_hops": st.integers(1, 3), "num_articles": st.sampled_from([300, 2000])},
     "wordle": {},
     "arithmetic": {"max_steps": st.integers(2, 5), "max_number": st.integers(5, 50)},
     "general-agent": {"max_goals": st.integers(1, 3), "num_rows": st.integers(4, 8)},
