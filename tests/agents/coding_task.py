@@ -1,11 +1,19 @@
-"""A coding task of two steps: repair a function, run its check. A reviewer may ask for two things more."""
+"""A coding task of two steps: repair a function, run its check. A reviewer may ask for two things more.
 
+The taskset has two tools, which the programs call over MCP: one with state, and one that returns an image.
+"""
+
+import base64
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import ramify as rf
+from ramify.trace import Media
 
 PROMPT = "The function add in calc.py is wrong. Repair it with one shell command, then run python3 check.py."
 REQUESTS = ("Run the check once more.", "Now say in one sentence what was wrong.")
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+DIAGRAM = Media.from_bytes(base64.b64decode(PIXEL), "image/png")
 
 
 class CodingTask(rf.Taskset):
@@ -16,10 +24,26 @@ class CodingTask(rf.Taskset):
         for number in range(2):
             yield rf.Task(prompt=PROMPT, key=f"add-{number}", requires=("isolation",))
 
-    async def setup(self, runtime: rf.Runtime) -> None:
+    async def setup(self, runtime: rf.Runtime, state: SimpleNamespace) -> None:
         """Write the wrong function and its check."""
+        state.num_notes = 0
         await runtime.write("calc.py", "def add(a, b):\n    return a - b\n")
         await runtime.write("check.py", "from calc import add\nassert add(2, 3) == 5\nprint('ok')\n")
+
+    @rf.tool
+    def note(self, text: str, state: SimpleNamespace) -> str:
+        """Write a note for the reviewer.
+
+        Args:
+            text: The note.
+        """
+        state.num_notes += 1
+        return f"note {state.num_notes}: {text}"
+
+    @rf.tool
+    def diagram(self) -> list[str | Media]:
+        """Show the diagram of the module."""
+        return ["the diagram of calc.py", DIAGRAM]
 
     @rf.reward
     async def passes(self, runtime: rf.Runtime) -> float:

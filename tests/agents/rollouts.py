@@ -14,7 +14,7 @@ from ramify.model.render import load_renderer
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.trace import Trace
 from tests.agents.coding_task import CodingTask, ReviewedTask
-from tests.agents.scripts import TURN_REPLIES
+from tests.agents.scripts import NOTES, TURN_REPLIES
 from tests.support.scripted_server import ScriptedServer, run_scripted_server
 
 SINGLE_TURN_PROGRAMS = ("mini-swe-agent",)  # it cannot continue a conversation
@@ -74,10 +74,24 @@ def check_trace(program: str, trace: Trace, calls: Path) -> None:
     trained = [node for node in nodes if node.is_trainable]
     num_calls = [len(node.message.tool_calls) for node in trained]
     if program in SINGLE_TURN_PROGRAMS:
-        assert (num_calls[:2], len(num_calls), trace.stop) == ([2, 1], 3, "done")
+        assert (num_calls[:2], len(num_calls), trace.stop) == ([2, 3], 3, "done")
     else:
-        assert (num_calls, trace.stop) == ([2, 1, 0, 1, 0, 0], "user")
+        assert (num_calls, trace.stop) == ([2, 3, 0, 2, 0, 0], "user")
         assert trace.info["replies_to_user"] == list(TURN_REPLIES)
+    check_tool_calls(program, trace)
     assert trace.info["program"]["exit_code"] == 0
     main_leaves = [leaf for leaf in trace.leaves if trace.nodes[leaf].is_trainable]
     assert len(main_leaves) == 1, f"{len(main_leaves)} branches: {trace.info.get('forks')}"
+
+
+def check_tool_calls(program: str, trace: Trace) -> None:
+    """Check that the tools of the taskset kept their state, and that the model got their results."""
+    calls = trace.info["tool_calls"]
+    assert not any(call["is_error"] for call in calls), calls
+    results = [call["result"] for call in calls if call["tool"] == "note"]
+    assert results == [f"note {number}: {text}" for number, text in enumerate(NOTES[: len(results)], 1)]
+    assert len(results) == (1 if program in SINGLE_TURN_PROGRAMS else 2)
+    assert [call["tool"] for call in calls].count("diagram") == 1
+    answers = [node.message.text for node in trace.nodes if node.message.role == "tool"]
+    for text in (*results, "the diagram of calc.py"):
+        assert [text in answer for answer in answers].count(True) == 1, answers

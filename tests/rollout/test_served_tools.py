@@ -320,4 +320,6 @@ async def test_a_client_that_listens_for_messages_of_the_server_is_told_that_the
         async with httpx2.AsyncClient(timeout=30, trust_env=False) as http:
             assert (await http.get(endpoint.mcp_url, headers=headers)).status_code == 405
 
-    assert not (await run_agent(agent)).errors
+    trace = await run_agent(agent)
+    assert not trace.errors
+    assert "refusals" not in trace.info

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
@@ -59,7 +58,9 @@ class McpServer:
         http = HttpRequest(scope, receive)
         session = self._get_session(http)
         if http.method != "POST":
-            raise HTTPException(405, "the server sends no messages of its own")
+            # Clients ask whether the server sends messages of its own, or end a session. It is not an error.
+            await Response(status_code=405, headers={"allow": "POST"})(scope, receive, send)
+            return
         task = asyncio.current_task()
         assert task is not None
         task.set_name(f"{REQUEST_TASK_PREFIX}{session.trace.id}")  # so that a hang report names the rollout

@@ -114,6 +114,8 @@ class ClaudeCodeHarness(ProgramHarness):
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
+        "ENABLE_TOOL_SEARCH": "0",  # the tools of MCP servers are offered from the first call on, as all others
+        "MCP_CONNECTION_NONBLOCKING": "0",
     }
     tool_files: ClassVar[Mapping[str, str]] = {"~/.claude.json": MCP_CONFIG}
 
