@@ -55,6 +55,13 @@ def test_rewards_metrics_and_errors_are_shown():
     assert "stop done" in text
 
 
+def test_tool_calls_over_mcp_are_shown():
+    trace = forked()
+    call = {"tool": "add", "arguments": '{"amount":2}', "result": "a\n\x1bb", "is_error": False, "node": 1}
+    trace.info["tool_calls"] = [{**call, "start": 0.0, "end": 1.0}]
+    assert 'tool after [1]: add({"amount":2}) -> a \\x1bb' in printed(trace)
+
+
 def test_long_message_is_truncated_unless_full():
     trace = Trace(id="t")
     trace.graph.add_node(-1, Message("user", "x" * 5000 + "END"), [1])

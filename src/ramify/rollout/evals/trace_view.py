@@ -17,6 +17,7 @@ from ramify.run.store.image_store import ImageStore, format_content, label_image
 from ramify.trace import Node, Trace
 
 MAX_EXCERPT_CHARS = 400
+MAX_RESULT_CHARS = 100  # of the arguments and of the result of a tool call
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
@@ -30,7 +31,8 @@ def render_trace_tree(trace: Trace, *, full: bool = False, images: ImageStore | 
     tree = Tree(_format_title(trace))
     roots = [node.index for node in trace.nodes if node.parent < 0]
     _add_subtrees(tree, trace, roots, NodeLabels(forks, untrained, label_images(trace, images)), full)
-    return Group(tree, *_format_scores(trace), *_format_untrained(trace, untrained), *_format_refusals(trace))
+    notes = (*_format_untrained(trace, untrained), *_format_tool_calls(trace), *_format_refusals(trace))
+    return Group(tree, *_format_scores(trace), *notes)
 
 
 class NodeLabels(NamedTuple):
@@ -105,6 +107,16 @@ def _format_untrained(trace: Trace, untrained: Mapping[int, str]) -> list[Text]:
         return []
     nodes = ", ".join(f"[{node}]" for node in untrained)
     return [Text(f"{len(untrained)} of {len(trace.sampled_nodes)} calls are not trained: {nodes}", style="dim")]
+
+
+def _format_tool_calls(trace: Trace) -> list[Text]:
+    """Return one line for each call of a tool of the taskset that an agent made over MCP."""
+    lines: list[Text] = []
+    for call in trace.info.get("tool_calls", []):
+        result = " ".join(str(call["result"]).split())[:MAX_RESULT_CHARS]
+        text = f"tool after [{call['node']}]: {call['tool']}({call['arguments'][:MAX_RESULT_CHARS]}) -> {result}"
+        lines.append(Text(escape_controls(text), style="red" if call["is_error"] else "dim"))
+    return lines
 
 
 def _format_refusals(trace: Trace) -> list[Text]:
