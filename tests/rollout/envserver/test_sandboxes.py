@@ -14,7 +14,6 @@ import pytest
 from ramify.cli import main as run_command
 from ramify.core.errors import RamifyError
 from ramify.rollout.envserver import EnvClient, EnvServer
-from ramify.rollout.runtime import sandbox_template
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
 from ramify.rollout.runtime.cgroup import GROUP_PREFIX, find_cgroup_parents
 from tests.support.processes import async_wait_until as wait_until
@@ -49,9 +48,10 @@ def list_groups(owners: set[int]) -> list[Path]:
 
 
 def list_mounts(tmp_path: Path) -> set[str]:
-    """The mounts of this machine, but for the small disks of other tests of this session."""
+    """The mounts of this machine, but for containers, and for the small disks of other tests of this session."""
     session = str(tmp_path.parents[1])
     lines = Path("/proc/self/mounts").read_text().splitlines()
+    lines = [line for line in lines if "/containers/storage/" not in line]
     return {line for line in lines if session not in line or str(tmp_path) in line}
 
 
@@ -60,12 +60,12 @@ def list_victims(server: EnvServer, killed: list[int]) -> list[int]:
     return [worker.pid for worker in server.pool._ready_workers() if worker.pid not in killed]
 
 
-def kill_template(worker_pid: int) -> None:
-    """Kill the template of a worker's sandboxes, if it has one at this moment."""
+def list_templates(worker_pid: int) -> list[psutil.Process]:
+    """The parents of the templates of a worker's sandboxes."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(worker_pid).children():
-            if any("sandbox_template" in argument for argument in process.cmdline()):
-                process.kill()
+        children = psutil.Process(worker_pid).children()
+        return [process for process in children if any("sandbox_template" in text for text in process.cmdline())]
+    return []
 
 
 AGENT = (Path(__file__).parents[1] / "harness" / "script_agent.py").read_text()
@@ -86,6 +86,7 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
     answers: Counter[str] = Counter()
     killed: list[int] = []
     workers: set[int] = set()
+    templates: set[psutil.Process] = set()
 
     async def run_one(server: EnvServer, client: EnvClient, number: int, slots: asyncio.Semaphore) -> None:
         async with slots:
@@ -97,10 +98,14 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
             workers.update(worker.pid for worker in server.pool._ready_workers())
             if number in (NUM_ROLLOUTS // 3, 2 * NUM_ROLLOUTS // 3):
                 await wait_until(lambda: list_victims(server, killed), "a worker")
+                if harness is PRELOADED and not killed:
+                    await wait_until(lambda: any(map(list_templates, list_victims(server, killed))), "a template")
                 victims = list_victims(server, killed)
+                templates.update(process for pid in victims for process in list_templates(pid))
                 killed.append(victims[0])
                 os.kill(victims[0], signal.SIGKILL)
-                kill_template(victims[-1])
+                for process in list_templates(victims[-1]):
+                    process.kill()
             try:
                 trace = (await call).episode.traces[0]
             except RamifyError as error:
@@ -129,6 +134,7 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
     assert len(killed) == 2 and answers["done"] and answers["RequestCancelled"]
     assert run_command(["runtime", "clean"]) == 0
     assert "removed" in capsys.readouterr().out
-    assert list_sandboxes(nap) == [] and list_sandboxes(sandbox_template.__file__) == []
+    assert list_sandboxes(nap) == []
+    assert bool(templates) == (harness is PRELOADED) and not psutil.wait_procs(templates, 20)[1]
     assert set(killed) <= workers and list_groups(workers) == []
     assert list_mounts(tmp_path) == mounts_before
