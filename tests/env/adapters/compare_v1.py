@@ -1,10 +1,12 @@
 """Run with the interpreter of verifiers: compare rewards, rollout by rollout, with verifiers' own runner.
 
-Both get the same replies, one list per rollout. It prints one line of JSON per environment.
+Both get the same replies, one list per rollout. It prints one line of JSON for
+each environment named on its command line.
 """
 
 import asyncio
 import json
+import sys
 from collections import defaultdict
 from statistics import mean
 
@@ -99,5 +101,5 @@ async def compare(name):
     print(json.dumps({"env": name, "ours": ours, "theirs": theirs, "errors": errors}), flush=True)
 
 
-for name in RUNS:
+for name in sys.argv[1:]:
     asyncio.run(compare(name))

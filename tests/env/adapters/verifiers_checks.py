@@ -23,7 +23,7 @@ def make_importable(*folders: str) -> None:
 
 def compare_rewards(python: Path, script: str, names: Sequence[str]) -> dict[str, Any]:
     """Compare our rewards with verifiers' own runner on the same replies, and return all results."""
-    command = [str(python), str(HERE / script)]
+    command = [str(python), str(HERE / script), *names]
     shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=COMPARE_DEADLINE).stdout
     results = {row["env"]: row for row in (json.loads(line) for line in shown.splitlines() if line.startswith("{"))}
     for name in names:
