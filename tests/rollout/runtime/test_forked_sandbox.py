@@ -69,7 +69,7 @@ async def open_template(tmp_path=None, source: str = "", **settings):
 # -- a fork runs its program as Python does ---------------------------------------------------------------------------
 
 DESCRIBE = """
-import json, os, resource, signal, socket, sys
+import json, os, resource, signal, socket, subprocess, sys
 mounts = {}
 for line in open("/proc/self/mountinfo"):
     fields = line.split()
@@ -86,6 +86,7 @@ print(json.dumps({
     "spec": __spec__, "loader": type(__loader__).__name__, "globals": sorted(globals()),
     "flags": str(sys.flags), "executable": sys.executable, "prefix": sys.prefix,
     "cwd": os.getcwd(), "env": dict(sorted(os.environ.items())), "umask": os.umask(0),
+    "inherited": sorted(subprocess.check_output(["env"], text=True).splitlines()),
     "ids": [os.getresuid(), os.getresgid(), os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid(), os.getppid()],
     "files": sorted(os.listdir("/proc/self/fd"))[:3], "hostname": socket.gethostname(),
     "signals": [str(signal.getsignal(number)).split(" at ")[0] for number in sorted(signal.Signals)],
@@ -453,6 +454,31 @@ async def test_package_that_cannot_be_imported_is_named(tmp_path):
         with pytest.raises(EnvironmentFault, match=r"harness\.preload: preloaded_module cannot .* 'no_such_package'"):
             async with open_one():
                 pass
+
+
+FAIL_TO_FORK = """
+import errno, os, sys
+fork, num_calls = os.fork, 0
+def fail_once():
+    global num_calls
+    if sys._getframe(1).f_code.co_name == "_fork_on_request":
+        num_calls += 1
+        if num_calls == 2:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+os.fork = fail_once
+"""
+
+
+async def test_failed_fork_does_not_end_other_sandboxes(tmp_path):
+    async with open_template(tmp_path, FAIL_TO_FORK) as open_one, open_one() as first:
+        with pytest.raises(SandboxError, match=r"cannot be started: .* temporarily unavailable"):
+            async with open_one():
+                pass
+        async with open_one() as third:
+            for runtime in (first, third):
+                assert runtime._sandbox.is_forked
+                assert (await run_agent(runtime, "print('fine')")).text == "fine\n"
 
 
 async def test_killed_template_ends_its_sandboxes_and_is_started_again():

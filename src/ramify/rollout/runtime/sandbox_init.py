@@ -103,9 +103,12 @@ def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int])
     try:
         os.chdir(request["cwd"])
         if request.get("preloaded"):
-            pid = _fork()
+            if first_target:
+                fds.append(os.open(os.devnull, os.O_RDONLY))  # the caller closes it
+                files = [fds[-1], *files]
+            pid, fork_fd = _fork()
             if pid == 0:
-                return {**request, "files": files if first_target == 0 else [os.open(os.devnull, os.O_RDONLY), *files]}
+                return {**request, "files": files, "fork_fd": fork_fd}
         else:
             os.environ["PATH"] = request["env"].get("PATH", os.defpath)  # posix_spawnp searches the caller's PATH
             pid = os.posix_spawnp(
@@ -132,8 +135,8 @@ def _handle_request(control: socket.socket, fds: list[int], ids: dict[int, int])
     return None
 
 
-def _fork() -> int:
-    """Fork, and wait until the fork has closed its files: it can then be found and killed."""
+def _fork() -> tuple[int, int]:
+    """Fork, and wait until the fork closes the returned file: it can then be found and killed."""
     read_fd, write_fd = os.pipe()
     try:
         pid = os.fork()
@@ -145,7 +148,7 @@ def _fork() -> int:
         os.close(write_fd)
         os.read(read_fd, 1)
         os.close(read_fd)
-    return pid
+    return pid, write_fd
 
 
 def _report_exits(control: socket.socket, ids: dict[int, int]) -> None:

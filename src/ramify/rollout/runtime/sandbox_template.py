@@ -103,9 +103,14 @@ def start_inside(control_fd: int, setup_fd: int, proc_fd: int) -> None:
     program = _be_sandbox(*request, proc_fd, seccomp_filter, namespaces, init)
     if program is None:
         os._exit(0)
-    namespaces.allow_access()
+    os.environ.clear()  # before the memory is overwritten in which the C library looks for the names
+    os.environ.update(program["env"])
     _write_memory_range(memory, [setup["python"][0], *program["argv"]], program["env"][init.MARKER_VARIABLE])
     sys.orig_argv[:] = [*setup["python"], *program["argv"]]
+    os.setsid()
+    _take_standard_files(program)
+    namespaces.allow_access()  # when the socket of the first program is closed
+    os.close(program["fork_fd"])
     _run_program(program, preloaded)
 
 
@@ -123,17 +128,22 @@ def _fork_on_request(control: socket.socket) -> tuple[list[list[str]], socket.so
             if len(fds) != 2:
                 return None
             mounts = _read_file(fds[0])["mounts"]
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                for fd in (wakeup_read, wakeup_write, fds[0]):
-                    os.close(fd)
-                control.close()
-                os.set_inheritable(fds[1], False)
-                return mounts, socket.socket(fileno=fds[1])
-            forks.add(pid)
-            for fd in fds:
-                os.close(fd)
+            os.close(fds[0])
+            os.set_inheritable(fds[1], False)
+            sandbox_control = socket.socket(fileno=fds[1])
+            try:
+                pid = os.fork()
+            except OSError as error:  # this process must live on: all running sandboxes end with it
+                _send(sandbox_control, {"refused": str(error), "errno": error.errno})
+            else:
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    os.close(wakeup_read)
+                    os.close(wakeup_write)
+                    control.close()
+                    return mounts, sandbox_control
+                forks.add(pid)
+            sandbox_control.close()
         if wakeup_read in ready:
             os.read(wakeup_read, 4096)
         with contextlib.suppress(ChildProcessError):
@@ -172,18 +182,20 @@ def _be_sandbox(
     return program
 
 
-def _run_program(program: dict[str, Any], preloaded: set[str]) -> NoReturn:
-    """Do what Python does for a script or `-m` and its arguments, and exit as Python does."""
-    os.setsid()
+def _take_standard_files(program: dict[str, Any]) -> None:
+    """Close all files but the program's standard files and the one for which the first program waits."""
     for target, fd in enumerate(program["files"]):
         os.dup2(fd, target)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(3, program["fork_fd"])
+    os.closerange(program["fork_fd"] + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _run_program(program: dict[str, Any], preloaded: set[str]) -> NoReturn:
+    """Do what Python does for a script or `-m` and its arguments, and exit as Python does."""
     os.chdir(program["cwd"])
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(program["env"])
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         stream = _open_stream(fd, getattr(sys, "__" + name + "__"))
         setattr(sys, name, stream)
