@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import json
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -13,11 +14,15 @@ import pytest
 from mcp.client.streamable_http import streamable_http_client
 
 import ramify as rf
-from ramify.core.errors import SandboxError
+from ramify.core.errors import PeerRefused, SandboxError
 from ramify.infer.gateway import Gateway
+from ramify.infer.gateway.mcp_server import McpServer
+from ramify.infer.gateway.request_quota import QuotaSettings
+from ramify.rollout.harness import tool_client
 from ramify.trace import Trace
 from tests.support.attempts import OneTask, error_names, load_env, run_one
 from tests.support.images import make_media
+from tests.support.scenario import make_session
 
 IMAGE = make_media(4, 4)
 TEN_MB = 10_000_000
@@ -100,14 +105,15 @@ async def connect(endpoint: rf.Endpoint, mode: str = "auto") -> AsyncGenerator[m
         yield client
 
 
-async def post(endpoint: rf.Endpoint, body: dict[str, Any], **headers: str) -> httpx2.Response:
+async def post(endpoint: rf.Endpoint, body: dict[str, Any], timeout: float = 30, **headers: str) -> httpx2.Response:
     """Send one JSON-RPC message, as a client does that knows only HTTP."""
     headers = {
         "authorization": f"Bearer {endpoint.api_key}",
         "accept": "application/json, text/event-stream",
+        "mcp-session-id": "test",
         **{name.replace("_", "-"): value for name, value in headers.items()},
     }
-    async with httpx2.AsyncClient(timeout=30, trust_env=False) as http:
+    async with httpx2.AsyncClient(timeout=timeout, trust_env=False) as http:
         return await http.post(endpoint.mcp_url, json={"jsonrpc": "2.0", **body}, headers=headers)
 
 
@@ -209,6 +215,17 @@ async def test_a_retried_id_runs_the_tool_once_and_another_client_runs_it_again(
     assert len(trace.info["tool_calls"]) == 5
 
 
+async def test_a_call_without_a_session_id_is_refused_by_name():
+    async def agent(endpoint):
+        response = await post(endpoint, make_call(1, "add", amount=1), mcp_session_id="")
+        assert response.status_code == 400
+        assert "tools/call needs the header mcp-session-id: send `initialize` first" in response.text
+
+    trace = await run_agent(agent)
+    assert (trace.reward, trace.errors) == (0.0, [])
+    assert [refusal["name"] for refusal in trace.info["refusals"]] == ["RequestInvalid"]
+
+
 async def test_a_retry_joins_the_call_that_is_still_running():
     class Slow(Workshop):
         @rf.tool
@@ -222,10 +239,7 @@ async def test_a_retry_joins_the_call_that_is_still_running():
 
     async def agent(endpoint):
         with pytest.raises(httpx2.ReadTimeout):
-            headers = {"authorization": f"Bearer {endpoint.api_key}", "accept": "application/json, text/event-stream"}
-            async with httpx2.AsyncClient(timeout=0.3, trust_env=False) as http:
-                body = {"jsonrpc": "2.0", **make_call(1, "wait")}
-                await http.post(endpoint.mcp_url, json=body, headers=headers)
+            await post(endpoint, make_call(1, "wait"), timeout=0.3)
         retry = asyncio.create_task(post(endpoint, make_call(1, "wait")))
         await asyncio.sleep(0)
         released.set()
@@ -234,6 +248,29 @@ async def test_a_retry_joins_the_call_that_is_still_running():
     trace = await run_agent(agent, Slow)
     assert not trace.errors
     assert trace.reward == 1.0
+
+
+async def test_the_command_line_client_sends_a_request_again_whose_response_was_cut(monkeypatch, capsys):
+    bodies = []
+
+    async def respond(reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.split("content-length: ")[1].split()[0])
+        bodies.append(json.loads(await reader.readexactly(length)))
+        result = {"tools": [{"name": "add", "inputSchema": {}}]}
+        event = f"data: {json.dumps({'result': result})}\n"
+        num_missing = 9 if len(bodies) == 2 else 0
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(event) + num_missing}\r\n\r\n{event}".encode())
+        writer.close()
+
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        monkeypatch.setenv("MCP_SERVER_URL", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp")
+        monkeypatch.setenv("OPENAI_API_KEY", "key")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert await asyncio.to_thread(tool_client.main, []) == 0
+    assert [body["method"] for body in bodies] == ["initialize", "tools/list", "tools/list"]
+    assert bodies[1] == bodies[2]
+    assert capsys.readouterr().out == "add {}: \n"  # it has no description
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -261,6 +298,38 @@ async def test_a_failing_tool_is_an_error_for_the_agent_and_named_in_the_trace(t
     assert not trace.errors
     assert trace.info["tool_calls"][0]["result"].startswith(message)
     assert [call["is_error"] for call in trace.info["tool_calls"]] == [True, False]
+
+
+async def test_a_server_that_cannot_start_is_named_and_the_next_request_starts_it(monkeypatch):
+    async def agent(endpoint):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "mcp.server", None)  # importing it raises ImportError
+            response = await post(endpoint, make_call(1, "add", amount=1))
+        assert response.status_code == 500
+        assert "the MCP server of the gateway cannot start: ModuleNotFoundError" in response.text
+        assert '"text":"1"' in (await post(endpoint, make_call(1, "add", amount=1))).text
+
+    assert not (await run_agent(agent)).errors
+
+
+async def test_a_request_does_not_wait_for_a_server_that_is_closed_while_it_starts():
+    session, _ = make_session([])
+    server = McpServer(lambda http: session)
+    scope = {"type": "http", "method": "POST", "path": "/v1/mcp", "headers": [], "query_string": b""}
+    request = asyncio.create_task(server(scope, asyncio.Event().wait, print))
+    await asyncio.sleep(0)  # the request starts the server
+    await server.close()
+    with pytest.raises(PeerRefused, match="the gateway is closing"):
+        await asyncio.wait_for(request, 30)
+
+
+async def test_bodies_and_their_parsing_count_towards_the_quota_of_the_rollout():
+    session, _ = make_session([], quota=QuotaSettings(max_bytes=100))
+    async with Gateway() as gateway:
+        endpoint = gateway.register(session)
+        response = await post(endpoint, make_call(1, "add", text="x" * 100))
+    assert response.status_code == 400
+    assert "the body is larger than 100 bytes" in response.text
 
 
 async def test_a_failure_of_the_system_ends_the_rollout_as_in_chat():

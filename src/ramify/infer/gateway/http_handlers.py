@@ -180,15 +180,21 @@ async def retrieve_conversation(get_session: SessionLookup, http: HttpRequest) -
     return JSONResponse(get_session(http).response_store.get_conversation(http.path_params["id"]).to_dict())
 
 
+async def read_body(http: HttpRequest, session: RolloutSession, held: contextlib.AsyncExitStack) -> bytearray:
+    """Read a body within the quota of its rollout; it counts until `held` is closed. Raises RamifyError."""
+    is_compressed = http.headers.get("content-encoding", "identity") != "identity"
+    length = None if is_compressed else http.headers.get("content-length")
+    body = await session.quota.read_body(http.stream(), None if length is None else int(length), held)
+    session.check_num_values(body.count(b","))
+    return body
+
+
 async def _parse_http_request(
     http: HttpRequest, dialect: Dialect, session: RolloutSession, held: contextlib.AsyncExitStack
 ) -> ParsedRequest:
     """Read and parse a request, including the retry headers. Its body counts until `held` is closed."""
-    is_compressed = http.headers.get("content-encoding", "identity") != "identity"
-    length = None if is_compressed else http.headers.get("content-length")
     async with fail_after(session.call_timeout, "reading and parsing a request"):
-        body = await session.quota.read_body(http.stream(), None if length is None else int(length), held)
-        session.check_num_values(body.count(b","))
+        body = await read_body(http, session, held)
         parsed, ignored_fields = await session.quota.run(
             len(body) >= OFFLOAD_MIN_CHARS, 0, _parse_body, body, dialect, session.response_store
         )
