@@ -76,7 +76,7 @@ def test_taskset_without_reward_cannot_be_trained_on(tmp_path):
     )
     silent = [{"taskset": {"id": str(tmp_path / "silent.py")}}]
     check_plugin_tables(config(tmp_path, eval=silent))
-    with pytest.raises(ConfigInvalid, match=r"train.0.taskset: .*silent.py has no reward.*@rf.reward"):
+    with pytest.raises(ConfigInvalid, match=r"train.0.taskset: silent has no reward.*@rf.reward"):
         check_plugin_tables(config(tmp_path, train=silent, eval=[]))
 
 
@@ -116,7 +116,7 @@ def test_images_that_another_model_would_have_to_score_are_refused(tmp_path):
     (tmp_path / "looking.py").write_text(IMAGE_TASKSET % image)
     taught = {"taskset": {"id": str(tmp_path / "looking.py")}, "algorithm": {"id": "opd"}, "teacher": "larger"}
     models = {"larger": {"name": "tiny-vision"}}
-    with pytest.raises(ConfigInvalid, match=r"train.0.algorithm: .*looking.py has images.*'larger'"):
+    with pytest.raises(ConfigInvalid, match=r"train.0.algorithm: looking has images.*'larger'"):
         check_plugin_tables(config(tmp_path, train=[taught], models=models, **vision), include_start_checks=True)
 
 
@@ -147,7 +147,7 @@ def test_source_is_checked_in_its_own_interpreter(tmp_path):
     checked = check_plugin_tables(
         config(tmp_path, train=train, eval=[{"name": "ours", "taskset": {"id": "reverse-text"}}])
     )
-    assert set(checked) == {str(tmp_path / "only_there.py"), "eval/ours"}
+    assert set(checked) == {"only_there", "eval/ours"}
 
 
 @pytest.mark.process

@@ -53,7 +53,7 @@ def test_searching_is_learned(tmp_path, agent):
     flags = ["-m", "outputs/wiki-search-sft/weights/0-000060"]
     flags += ["--train.0.harness.id", agent, "--eval.0.harness.id", agent]
     evals = read_values(run_example(tmp_path, "wiki_search/rl.toml", *flags), "eval/held-out/avg")
-    assert evals[-1] >= evals[0] + 0.1
+    assert evals[-1] >= evals[0] + 0.2
 
 
 def test_rae_learns_and_no_baseline_is_slower(tmp_path):

@@ -132,7 +132,7 @@ def test_equal_texts_with_different_images_fork(model, tmp_path):
     renderer = load_renderer(model)
     forest = build_sft_forest([("a", conversations[0]), ("b", conversations[1])], renderer, ["assistant"], 256)
     assert len(forest.media) == 2
-    assert {span.media.data for span in forest.media} == {make_square((255, 0, 0)), make_square((0, 128, 0))}
+    assert {span.media.data for span in forest.media} == {make_square((255, 0, 0)), make_square((0, 255, 0))}
     same = build_sft_forest([("a", conversations[0]), ("b", conversations[0])], renderer, ["assistant"], 256)
     assert len(same.media) == 1
 
