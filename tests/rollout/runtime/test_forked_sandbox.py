@@ -17,7 +17,7 @@ from ramify.env import Task
 from ramify.rollout.harness.program import ProgramHarnessConfig
 from ramify.rollout.runtime import SandboxRuntime, SandboxRuntimeConfig
 from ramify.rollout.runtime.config import PreloadConfig
-from ramify.rollout.runtime.template import SandboxTemplate, find_open_wall, read_namespaces
+from ramify.rollout.runtime.template import SandboxTemplate, TemplateTimeouts, find_isolation_problem, read_namespaces
 from tests.rollout.runtime.conftest import open_runtime, skip_unless_available
 from tests.rollout.runtime.test_sandbox import CALLS, NUMBERS, RECENT_CALLS
 from tests.support.attempts import OneTask, load_env
@@ -41,14 +41,14 @@ async def run_agent(runtime, script: str, *arguments: str, command=("python3",),
 
 
 @contextlib.asynccontextmanager
-async def open_template(tmp_path=None, source: str = "", **settings):
+async def open_template(tmp_path=None, source: str = "", timeouts=None, **settings):
     """A template that has imported a module with this source, and a function that starts runtimes of it."""
     if tmp_path is not None:
         (tmp_path / "preloaded_module.py").write_text(source)
         settings["read_only"] = [f"{tmp_path}:/packages"]
     config = SandboxRuntimeConfig(**settings)
     modules, env = (("preloaded_module",), {"PYTHONPATH": "/packages"}) if tmp_path else (("json",), {})
-    template = SandboxTemplate(config, PreloadConfig(("python3",), modules, env))
+    template = SandboxTemplate(config, PreloadConfig(("python3",), modules, env), timeouts)
 
     @contextlib.asynccontextmanager
     async def open_one():
@@ -258,7 +258,7 @@ def test_host_notices_a_process_that_is_not_closed(problem):
         try:
             assert process.stdout is not None and process.stdout.readline()
             pid = psutil.Process(process.pid).children()[0].pid if OPEN_PROCESSES[problem] else process.pid
-            assert problem in (find_open_wall(pid, [read_namespaces(os.getpid())]) or "")
+            assert problem in (find_isolation_problem(pid, [read_namespaces(os.getpid())]) or "")
         finally:
             process.kill()
 
@@ -481,11 +481,48 @@ async def test_failed_fork_does_not_end_other_sandboxes(tmp_path):
                 assert (await run_agent(runtime, "print('fine')")).text == "fine\n"
 
 
+def find_template() -> psutil.Process:
+    """Return the parent of the only template of this process."""
+    (template,) = [child for child in psutil.Process().children() if "sandbox_template" in str(child.cmdline())]
+    return template
+
+
+async def test_crash_during_the_import_is_named(tmp_path):
+    async with open_template(tmp_path, "import ctypes; ctypes.string_at(0)") as open_one:
+        with pytest.raises(SandboxError, match=r"harness\.preload: the template .* was killed by SIGSEGV"):
+            async with open_one():
+                pass
+
+
+async def test_stopped_template_is_replaced():
+    async with open_template(timeouts=TemplateTimeouts(fork=1.0)) as open_one, open_one():
+        (template,) = find_template().children()
+        template.suspend()
+        with pytest.raises(SandboxError, match=r"did not fork after 1 s, and was killed"):
+            async with open_one():
+                pass
+        async with open_one() as second:
+            assert second._sandbox.is_forked
+        assert not template.is_running()
+
+
+async def test_slow_import_goes_on_after_a_sandbox_has_stopped_waiting(tmp_path):
+    source = "import os, time\nwhile not os.path.exists('/packages/continue'):\n    time.sleep(0.01)"
+    async with open_template(tmp_path, source, TemplateTimeouts(wait=1.0)) as open_one:
+        with pytest.raises(SandboxError, match=r"harness\.preload: preloaded_module: not imported after 1 s"):
+            async with open_one():
+                pass
+        template = find_template()
+        (tmp_path / "continue").touch()
+        async with open_one() as runtime:
+            assert runtime._sandbox.is_forked and find_template() == template
+
+
 async def test_killed_template_ends_its_sandboxes_and_is_started_again():
     async with open_template() as open_one:
         async with open_one() as first:
             process = await first.spawn("sleep 1000")
-            (template,) = [child for child in psutil.Process().children() if "sandbox_template" in str(child.cmdline())]
+            template = find_template()
             descendants = template.children(recursive=True)
             template.kill()
             with pytest.raises(SandboxError, match="killed from outside"):

@@ -20,8 +20,8 @@ from ramify.rollout.runtime.sandbox_process import SandboxChannel, create_sealed
 
 BOOT_TIMEOUT = 20.0  # seconds for a sandbox to report that it is ready
 KILLED_EXIT_CODE = SIGNAL_EXIT_OFFSET + signal.SIGKILL  # of bwrap, for its first process
-MAX_REASON_BYTES = 2000  # of bwrap's standard error, in an error message
-STOP_TIMEOUT = 10.0  # seconds for the kernel to end a sandbox
+MAX_REASON_BYTES = 2000  # of standard error, in an error message
+STOP_TIMEOUT = 10.0  # seconds for the kernel to end a sandbox, or a template with all its sandboxes
 SWEEP_TIMEOUT = 0.2  # seconds for a leftover control group to become empty
 
 
@@ -75,6 +75,8 @@ class RunningSandbox(ABC):
         self._directory_fd, listener_fd = fds
         self._listener = socket.socket(fileno=listener_fd)
         self._listener.setblocking(False)
+        if self._first_process_fd >= 0:
+            os.close(self._first_process_fd)
         self._first_process_fd = os.pidfd_open(pid)
         self.channel.start()
 

@@ -56,7 +56,8 @@ def start_outside(control_fd: int, namespaces_file: str) -> None:
         pid = namespaces.enter(HOSTNAME, "/proc")
         if pid:
             _, status = os.waitpid(pid, 0)
-            os._exit(os.WIFSIGNALED(status))
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)  # as a shell does for a signal
         _die_with_parent()
         proc_fd = namespaces.open_process_directory()
         namespaces.build_root(setup["mounts"])

@@ -1,9 +1,9 @@
 """Forked sandboxes as the host sees them: starts the template, asks it for forks, and checks each from outside.
 
 Importing the packages of a Python agent takes a second of CPU time. The template (`sandbox_template`) does it once per
-worker and source; a sandbox is then a fork of it, in namespaces of its own (`sandbox_namespaces`). What a fork says of
-itself counts for nothing: before the host sends it anything of a rollout, it reads from /proc that the fork is in new
-namespaces and has no privileges.
+worker and source; a sandbox is then a fork of it, in namespaces of its own (`sandbox_namespaces`). The host does
+not trust what a fork reports: before it sends the fork anything of a rollout, it reads from /proc that the fork is in
+new namespaces and has no privileges.
 
 Where the kernel does not allow this, or a package cannot be forked, bubblewrap starts the sandboxes as without a
 template. The reason is logged once.
@@ -20,10 +20,12 @@ import re
 import signal
 import socket
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ramify.core.errors import EnvironmentFault, SandboxError
+from ramify.processes.exit_codes import describe_exit
 from ramify.rollout.runtime import sandbox_init, sandbox_namespaces, sandbox_template
 from ramify.rollout.runtime.bwrap import (
     INIT_FILE,
@@ -34,13 +36,10 @@ from ramify.rollout.runtime.bwrap import (
     iter_mounts,
 )
 from ramify.rollout.runtime.config import PreloadConfig, SandboxRuntimeConfig
-from ramify.rollout.runtime.running_sandbox import RunningSandbox
-from ramify.rollout.runtime.sandbox_process import MAX_MESSAGE_BYTES, SandboxChannel, create_sealed_file
+from ramify.rollout.runtime.running_sandbox import MAX_REASON_BYTES, STOP_TIMEOUT, RunningSandbox
+from ramify.rollout.runtime.sandbox_process import MAX_MESSAGE_BYTES, SEND_INTERVAL, SandboxChannel, create_sealed_file
 
-IMPORT_TIMEOUT = 120.0  # seconds for the packages to be imported
-STOP_TIMEOUT = 10.0  # seconds for the kernel to end a sandbox, or the template with all its sandboxes
 TRANSIENT_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.ENFILE)  # a later fork may succeed
-MAX_REASON_BYTES = 2000  # of standard error, in an error message
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 CREDENTIALS = struct.Struct("iII")  # process id, user id and group id, as this process sees them
 SCM_CREDENTIALS = 2
@@ -48,43 +47,78 @@ SCM_CREDENTIALS = 2
 _logger = logging.getLogger("ramify.runtimes")
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateTimeouts:
+    """Time limits of a template, in seconds.
+
+    - `imports`: for the packages to be imported.
+    - `wait`: for a sandbox to wait for that. It is shorter than the default of `timeouts.boot`, whose error names no
+      cause.
+    - `fork`: for the template to fork.
+    """
+
+    imports: float = 600.0
+    wait: float = 100.0
+    fork: float = 15.0
+
+
 class SandboxTemplate:
     """The template of a source's sandboxes. It is started for the first of them, and again after its death."""
 
-    def __init__(self, config: SandboxRuntimeConfig, preload: PreloadConfig) -> None:
+    def __init__(
+        self, config: SandboxRuntimeConfig, preload: PreloadConfig, timeouts: TemplateTimeouts | None = None
+    ) -> None:
         self.preload = preload
         self.config = config
-        self._running: RunningTemplate | None = None
-        self._lock = asyncio.Lock()
+        self._timeouts = timeouts or TemplateTimeouts()
+        self._start_task: asyncio.Task[RunningTemplate | None] | None = None
         self._is_refused = False
 
     async def get_running(self) -> "RunningTemplate | None":
         """Return the running template; None if sandboxes cannot be forked here.
 
-        Raises EnvironmentFault if a package cannot be imported, SandboxError if the template does not start.
+        A caller that is cancelled does not stop the imports, so that the next one need not begin again. Raises
+        EnvironmentFault if a package cannot be imported, SandboxError if the template does not start.
         """
-        async with self._lock:
-            if self._is_refused:
-                return None
-            if self._running is not None and self._running.is_closed:
-                await self.close()
-            if self._running is None:
-                running = RunningTemplate()
-                try:
-                    async with asyncio.timeout(IMPORT_TIMEOUT):
-                        reason = await running.start(self.config, self.preload)
-                except BaseException as error:
-                    await running.stop()
-                    if isinstance(error, TimeoutError):
-                        names = ", ".join(self.preload.modules)
-                        raise SandboxError(f"{names} were not imported after {IMPORT_TIMEOUT:g} s") from error
-                    raise
-                if reason is not None:
-                    await running.stop()
-                    self.refuse(reason)
-                    return None
-                self._running = running
-            return self._running
+        if self._is_refused:
+            return None
+        task = self._start_task
+        ended = task.result() if task is not None and task.done() and not task.exception() else None
+        if task is None or (ended is not None and ended.is_closed):
+            task = self._start_task = asyncio.create_task(self._start(ended))
+        try:
+            async with asyncio.timeout(self._timeouts.wait):
+                return await asyncio.shield(task)
+        except TimeoutError as error:
+            names, limit = ", ".join(self.preload.modules), self._timeouts.wait
+            raise SandboxError(
+                f"harness.preload: {names}: not imported after {limit:g} s; the import goes on"
+            ) from error
+        except Exception:
+            if self._start_task is task:
+                self._start_task = None  # the next sandbox tries again
+            raise
+
+    async def _start(self, ended: "RunningTemplate | None") -> "RunningTemplate | None":
+        if ended is not None:
+            await ended.stop()
+        running = RunningTemplate(self._timeouts.fork)
+        try:
+            async with asyncio.timeout(self._timeouts.imports):
+                reason = await running.start(self.config, self.preload)
+        except BaseException as error:
+            await running.stop()
+            if isinstance(error, TimeoutError):
+                names, limit = ", ".join(self.preload.modules), self._timeouts.imports
+                raise SandboxError(f"harness.preload: {names}: not imported after {limit:g} s") from error
+            if isinstance(error, OSError):
+                raise SandboxError(f"the template of sandboxes cannot be started: {error}") from error
+            raise
+        if reason is not None:
+            await running.stop()
+            self.refuse(reason)
+            return None
+        return running
 
     def refuse(self, reason: str) -> None:
         """Start no more forked sandboxes, and log why."""
@@ -94,19 +128,24 @@ class SandboxTemplate:
 
     async def close(self) -> None:
         """End the template with all its sandboxes."""
-        running, self._running = self._running, None
-        if running is not None:
-            await running.stop()
+        task, self._start_task = self._start_task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled() and not task.exception() and (running := task.result()) is not None:
+                await running.stop()
 
 
 class RunningTemplate:
     """A template process that has imported its packages.
 
+    - `fork_timeout`: seconds for it to fork.
     - `is_closed`: whether it has ended.
     - `namespaces`: the ids of its namespaces.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fork_timeout: float) -> None:
+        self.fork_timeout = fork_timeout
         self._control: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None  # the parent of the template
         self._template_fd = -1
@@ -133,25 +172,23 @@ class RunningTemplate:
         }
         self._control, theirs = open_socket_pair()
         with theirs:
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    find_interpreter(),
-                    "-I",
-                    "-S",
-                    sandbox_template.__file__,
-                    str(theirs.fileno()),
-                    sandbox_namespaces.__file__,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.PIPE,
-                    pass_fds=[theirs.fileno()],
-                    env={"PATH": os.defpath},
-                    cwd="/",
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise SandboxError(f"the template of sandboxes cannot be started: {error}") from error
-        _send_file(self._control, setup)
+            self._process = await asyncio.create_subprocess_exec(
+                find_interpreter(),
+                "-I",
+                "-S",
+                sandbox_template.__file__,
+                str(theirs.fileno()),
+                sandbox_namespaces.__file__,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                env={"PATH": os.defpath},
+                cwd="/",
+                start_new_session=True,
+            )
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended; the reason follows
+            _send_file(self._control, setup)
         data, _, pid = await receive(self._control, 0)
         reply: dict[str, Any] = json.loads(data) if data else {}
         if "failed" in reply:
@@ -161,45 +198,48 @@ class RunningTemplate:
         if "ready" not in reply:
             assert self._process.stderr is not None
             text = (await self._process.stderr.read(MAX_REASON_BYTES)).decode(errors="replace").strip()
-            raise SandboxError(f"the template of sandboxes has ended: {text or 'it gave no reason'}")
-        self._template_fd = os.pidfd_open(pid)
-        self.namespaces = read_namespaces(pid)
+            reason = describe_exit(await self._process.wait()) + (f": {text}" if text else "")
+            raise SandboxError(f"harness.preload: the template of sandboxes {reason}")
+        try:
+            self._template_fd = os.pidfd_open(pid)
+            self.namespaces = read_namespaces(pid)
+            problem = find_isolation_problem(pid, [read_namespaces(os.getpid())], has_filter=False)
+        except PermissionError as error:
+            return f"this process is not allowed to check the template: {error}"
         asyncio.get_running_loop().add_reader(self._control, self._read)
-        return find_open_wall(pid, [read_namespaces(os.getpid())], has_filter=False)
+        return problem
 
-    def fork(self, control: socket.socket, config: SandboxRuntimeConfig, disk_mb: int | None) -> None:
-        """Ask for a new sandbox, which gets `control`. Raises SandboxError if the template has ended."""
+    async def fork(self, control: socket.socket, config: SandboxRuntimeConfig, disk_mb: int | None) -> None:
+        """Ask for a new sandbox, which gets `control`. The caller limits the time.
+
+        Raises SandboxError if the template has ended.
+        """
         mounts: list[Mount] = [
             (kind, target if kind.startswith("ro-bind") else source, target)
             for kind, source, target in iter_mounts(config, disk_mb, {})
         ]
-        try:
-            if self._control is None or self.is_closed:
-                raise BrokenPipeError
-            _send_file(self._control, {"mounts": mounts}, control.fileno())
-        except (BrokenPipeError, ConnectionResetError, BlockingIOError) as error:
-            raise SandboxError("the template of sandboxes was killed from outside") from error
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while self._control is not None:
+                with contextlib.suppress(BlockingIOError):  # too many other requests wait
+                    _send_file(self._control, {"mounts": mounts}, control.fileno())
+                    return
+                await asyncio.sleep(SEND_INTERVAL)
+        raise SandboxError("the template of sandboxes was killed from outside")
 
-    async def wait_for_exit(self, pid: int) -> int | None:
-        """Wait until a process of the template has exited and return its exit code; None if the template has ended.
+    def watch_exit(self, pid: int) -> "asyncio.Future[int | None]":
+        """Return a future for the exit code of a process; None if the template ends first.
 
-        `pid`: its id in the template's namespace.
+        `pid`: its id in the template's namespace. A later process may have the same.
         """
+        future: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         if self.is_closed:
-            return None
-        future = self._exits.get(pid)
-        return None if future is None else await asyncio.shield(future)
+            future.set_result(None)
+        else:
+            self._exits[pid] = future
+        return future
 
-    def watch_exit(self, pid: int) -> None:
-        """Keep the exit code of a process until `forget_exit`."""
-        self._exits[pid] = asyncio.get_running_loop().create_future()
-
-    def forget_exit(self, pid: int) -> None:
-        """Drop the exit code of a process."""
-        self._exits.pop(pid, None)
-
-    async def stop(self) -> None:
-        """Kill the template, and so all its sandboxes, and wait until they are gone."""
+    def kill(self) -> None:
+        """Kill the template, and so all its sandboxes."""
         self._close()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -207,14 +247,23 @@ class RunningTemplate:
                     signal.pidfd_send_signal(self._template_fd, signal.SIGKILL)  # its parent exits after all of them
                 else:
                     self._process.kill()  # the kernel kills the template with it
-            try:
+
+    async def stop(self) -> None:
+        """Kill the template, and so all its sandboxes, and wait until they are gone."""
+        self.kill()
+        try:
+            if self._process is not None:
                 async with asyncio.timeout(STOP_TIMEOUT):
                     await self._process.wait()
-            except TimeoutError as error:
-                raise SandboxError(f"the template {self._process.pid} did not end after {STOP_TIMEOUT:g} s") from error
-        if self._template_fd >= 0:
-            os.close(self._template_fd)
-        self._template_fd = -1
+        except TimeoutError as error:
+            assert self._process is not None
+            with contextlib.suppress(ProcessLookupError):  # somebody may have stopped it
+                self._process.kill()
+            raise SandboxError(f"the template {self._process.pid} did not end after {STOP_TIMEOUT:g} s") from error
+        finally:
+            if self._template_fd >= 0:
+                os.close(self._template_fd)
+            self._template_fd = -1
 
     def _read(self) -> None:
         assert self._control is not None
@@ -228,7 +277,7 @@ class RunningTemplate:
             self._close()
             return
         message: dict[str, int] = json.loads(data)
-        future = self._exits.get(message["pid"])
+        future = self._exits.pop(message["pid"], None)
         if future is not None and not future.done():
             future.set_result(message["status"])
 
@@ -256,24 +305,34 @@ class ForkedSandbox(RunningSandbox):
         super().__init__(disk_mb)
         self.refusal: str | None = None
         self._template = template
-        self._template_pid = 0  # of the first process, in the template's namespace
+        self._exit_code: asyncio.Future[int | None] | None = None
 
     async def _boot(self, config: SandboxRuntimeConfig) -> None:
         ours, theirs = open_socket_pair()
         self.channel = SandboxChannel(ours)
-        with theirs:
-            self._template.fork(theirs, config, self.disk_mb)
+        try:
+            async with asyncio.timeout(self._template.fork_timeout):
+                with theirs:
+                    await self._template.fork(theirs, config, self.disk_mb)
+                await _wait_readable(ours)
+        except TimeoutError as error:
+            if not _has_message(ours):  # it may have come while this process was busy
+                self._template.kill()  # it hangs, or was stopped; the next sandbox starts another
+                reason = f"the template of sandboxes did not fork after {self._template.fork_timeout:g} s"
+                raise SandboxError(f"{reason}, and was killed with all its sandboxes") from error
         message, _, pid = await receive(ours, 0)
         if message == b"forked":
+            self._first_process_fd = os.pidfd_open(pid)  # until the first process of the sandbox reports
             if self._cgroup is not None:
                 self._cgroup.add_process(pid)  # before it has a namespace of control groups
             ours.send(b"go on")
             message, fds, pid = await receive(ours, 2)
             if message == b"ready" and len(fds) == 2:
                 self._take_files(fds, pid)
-                self.refusal = find_open_wall(pid, [read_namespaces(os.getpid()), self._template.namespaces])
-                self._template_pid = int(read_status(pid)["NSpid"].split()[-2])
-                self._template.watch_exit(self._template_pid)
+                others = [read_namespaces(os.getpid()), self._template.namespaces]
+                self.refusal = find_isolation_problem(pid, others)
+                if self.refusal is None:
+                    self._exit_code = self._template.watch_exit(int(read_status(pid)["NSpid"].split()[-2]))
                 return
         if not message:
             raise self._explain("its template or its first program was killed", config)
@@ -283,7 +342,7 @@ class ForkedSandbox(RunningSandbox):
         self.refusal = str(reply["refused"])
 
     async def _wait_for_exit(self) -> int | None:
-        return await self._template.wait_for_exit(self._template_pid)
+        return None if self._exit_code is None else await asyncio.shield(self._exit_code)
 
     async def _wait_until_gone(self) -> None:
         if self._first_process_fd >= 0:
@@ -292,7 +351,6 @@ class ForkedSandbox(RunningSandbox):
                     await _wait_readable(self._first_process_fd)
             except TimeoutError as error:
                 raise SandboxError(f"a forked sandbox did not end after {STOP_TIMEOUT:g} s") from error
-        self._template.forget_exit(self._template_pid)
 
 
 async def _wait_readable(file: socket.socket | int) -> None:
@@ -304,6 +362,14 @@ async def _wait_readable(file: socket.socket | int) -> None:
         await readable
     finally:
         loop.remove_reader(file)
+
+
+def _has_message(control: socket.socket) -> bool:
+    try:
+        control.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def open_socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -345,8 +411,8 @@ def read_status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def find_open_wall(pid: int, others: list[dict[str, str]], *, has_filter: bool = True) -> str | None:
-    """Return what of a process is not closed as a sandbox must be; None if it is a sandbox.
+def find_isolation_problem(pid: int, others: list[dict[str, str]], *, has_filter: bool = True) -> str | None:
+    """Return why a process is not isolated as a sandbox must be; None if it is.
 
     - `others`: the namespaces of processes with which it must share none.
     """
