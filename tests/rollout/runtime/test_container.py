@@ -312,7 +312,7 @@ for port in sys.argv[1:]:
 """
     async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        async with open_runtime("container", allow_hosts=[f"localhost:{port}"]) as runtime:
+        async with open_runtime("container", allow_hosts=[f"localhost:{port}", f"127.0.0.1:{port}"]) as runtime:
             result = await runtime.run(["python3", "-c", script, str(port), "1"], timeout=20)
     assert result.text.splitlines() == ["hello", "Tunnel connection failed: 403 Forbidden"]
 

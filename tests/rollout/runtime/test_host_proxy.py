@@ -75,18 +75,26 @@ async def test_only_allowed_hosts_are_reached():
 
     async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        async with open_proxy(f"localhost:{port}") as ask:
+        async with open_proxy(f"localhost:{port}", f"127.0.0.1:{port}") as ask:
             tunnel = await ask(f"CONNECT localhost:{port} HTTP/1.1\r\n\r\nhello")
             plain = await ask(f"GET http://localhost:{port}/x HTTP/1.1\r\n\r\n")
-            refused = await ask(f"CONNECT 127.0.0.1:{port} HTTP/1.1\r\n\r\n")
+            refused = await ask(f"CONNECT 127.0.0.2:{port} HTTP/1.1\r\n\r\n")
     assert tunnel.startswith("HTTP/1.1 200 ") and tunnel.endswith("from the host") and plain == "from the host"
     assert received[0] == b"hello" and received[1].startswith(b"GET /x HTTP/1.1\r\n") and len(received) == 2
-    assert refused.startswith("HTTP/1.1 403 ") and f"127.0.0.1:{port} is not in runtime.allow_hosts" in refused
+    assert refused.startswith("HTTP/1.1 403 ") and f"127.0.0.2:{port} is not in runtime.allow_hosts" in refused
 
 
 async def test_host_that_does_not_answer_and_a_wrong_request_are_named():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    async with open_proxy(f"localhost:{port}") as ask:
+    async with open_proxy(f"localhost:{port}", f"127.0.0.1:{port}") as ask:
         assert (await ask(f"CONNECT localhost:{port} HTTP/1.1\r\n\r\n")).startswith("HTTP/1.1 502 ")
         assert (await ask("hello\r\n\r\n")).startswith("HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(("host", "entry"), [("localhost", "localhost"), ("127.0.0.1", "*"), ("10.0.0.1", "10.*")])
+async def test_an_address_that_is_not_global_is_refused_unless_it_is_listed(host, entry):
+    async with open_proxy(entry) as ask:
+        response = await ask(f"CONNECT {host}:80 HTTP/1.1\r\n\r\n")
+    assert response.startswith("HTTP/1.1 403 ")
+    assert "which is not global and not in runtime.allow_hosts" in response

@@ -1,12 +1,15 @@
 """An HTTP proxy for a sandbox without a network, which lets its programs reach the hosts of a list and no others.
 
 The sandbox has one listening socket for it, which the host holds. Programs find the proxy in the usual environment
-variables. It resolves names itself, so a sandbox cannot send anything to a name server either. A connection serves one
-request: a tunnel (CONNECT), or a request for an `http` URL.
+variables. It resolves names itself, so a sandbox cannot send anything to a name server either. A name must not lead to
+the services of this machine or its network, so an address that is not global is refused unless the list has the address
+itself. A connection serves one request: a tunnel (CONNECT), or a request for an `http` URL.
 """
 
 import asyncio
 import fnmatch
+import ipaddress
+import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit, urlunsplit
 
@@ -34,7 +37,9 @@ class HostProxy(PortForward):
         if not is_allowed(host, port, self._allow_hosts):
             raise await _refuse(writer, "403 Forbidden", f"{host}:{port} is not in runtime.allow_hosts")
         try:
-            target = await asyncio.open_connection(host, port)
+            target = await self._connect(host, port)
+        except PermissionError as error:
+            raise await _refuse(writer, "403 Forbidden", str(error)) from error
         except OSError as error:
             raise await _refuse(writer, "502 Bad Gateway", f"{host}:{port} cannot be reached: {error}") from error
         if method == "CONNECT":
@@ -42,6 +47,22 @@ class HostProxy(PortForward):
         else:
             target[1].write(head)
         return target
+
+    async def _connect(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to the first address of a host that answers. Raises PermissionError if none is allowed."""
+        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = [str(info[4][0]) for info in infos]
+        literal_entries = [entry for entry in self._allow_hosts if "*" not in entry and "?" not in entry]
+        problem: OSError = PermissionError(
+            f"{host} has the address {addresses[0]}, which is not global and not in runtime.allow_hosts"
+        )
+        for address in addresses:
+            if ipaddress.ip_address(address).is_global or is_allowed(address, port, literal_entries):
+                try:
+                    return await asyncio.open_connection(address, port)
+                except OSError as error:
+                    problem = error
+        raise problem
 
 
 def parse_head(head: bytes) -> tuple[str, str, int, bytes]:
