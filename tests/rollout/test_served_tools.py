@@ -57,6 +57,11 @@ class Workshop(OneTask):
         raise ValueError("as asked")
 
     @rf.tool
+    def read_log(self) -> str:
+        """Return a text that begins like an error."""
+        return "error: disk full"
+
+    @rf.tool
     async def hang(self) -> None:
         """Never return."""
         await asyncio.Event().wait()
@@ -183,8 +188,9 @@ async def test_calls_are_recorded_in_the_trace():
         async with connect(endpoint) as client:
             await client.call_tool("add", {"amount": 2})
             await client.call_tool("fail")
+            assert not (await client.call_tool("read_log")).is_error
 
-    added, failed = (await run_agent(agent)).info["tool_calls"]
+    added, failed, read = (await run_agent(agent)).info["tool_calls"]
     assert (added["tool"], added["arguments"], added["result"], added["is_error"]) == (
         "add",
         '{"amount":2}',
@@ -192,6 +198,7 @@ async def test_calls_are_recorded_in_the_trace():
         False,
     )
     assert (failed["tool"], failed["result"], failed["is_error"]) == ("fail", "error: ValueError: as asked", True)
+    assert (read["result"], read["is_error"]) == ("error: disk full", False)
     assert added["start"] <= added["end"] <= failed["start"]
     assert added["node"] == -1  # no reply of the model came before
 

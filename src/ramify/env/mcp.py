@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from ramify.core.config import Config
 from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env.context import RolloutContext
-from ramify.env.tools import TimedTool, Tool, ToolContent, ToolSet, to_content
+from ramify.env.tools import ErrorText, Tool, ToolContent, ToolSet, ToolWithTimeout, to_content
 from ramify.infer.dialects.media import media_from_base64
 from ramify.trace import Media
 
@@ -73,8 +73,9 @@ class McpTool(Tool):
         result = await self._connection.call(self.name, arguments)
         parts = [_to_content_part(block) for block in result.content]
         texts = [part for part in parts if isinstance(part, str)]
-        content = "\n".join(texts) if len(texts) == len(parts) else to_content(parts, context)
-        return f"error: {content}" if result.is_error else content
+        if result.is_error:
+            return ErrorText("\n".join(texts))
+        return "\n".join(texts) if len(texts) == len(parts) else to_content(parts, context)
 
 
 @contextlib.asynccontextmanager
@@ -97,7 +98,7 @@ async def extend_tools(
         return
     async with open_mcp_servers(servers) as mcp_tools:
         all_tools = (*tools.tools, *mcp_tools)
-        yield ToolSet(all_tools if timeout is None else [TimedTool(tool, timeout) for tool in all_tools])
+        yield ToolSet(all_tools if timeout is None else [ToolWithTimeout(tool, timeout) for tool in all_tools])
 
 
 class _McpConnection:

@@ -35,6 +35,7 @@ from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters, run_in_hook_thread
 from ramify.infer.dialects.media import MEDIA_ADVICE, read_data_url
 from ramify.infer.dialects.message_parser import MessageParser
+from ramify.infer.gateway.served_tools import ERROR_PREFIX, ToolResult
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 from ramify.trace.image_header import detect_format
 
@@ -78,6 +79,16 @@ ToolContent = str | tuple[TextPart | MediaPart, ...]
 MAX_ERROR_CHARS = 1000  # of an error message for the model
 
 
+class ErrorText(str):
+    """The result of a call that failed, with the prefix by which the model recognizes it."""
+
+    __slots__ = ()
+
+    def __new__(cls, message: str) -> "ErrorText":
+        """Add the prefix to a message."""
+        return super().__new__(cls, f"{ERROR_PREFIX}{message}")
+
+
 class ToolArgumentsInvalid(Exception):
     """The arguments of a call do not match the tool's schema; the message is shown to the model."""
 
@@ -98,19 +109,19 @@ class Tool(ABC):
         return tool if isinstance(tool, Tool) else FunctionTool(tool)
 
     async def call(self, context: RolloutContext, arguments: Mapping[str, Any] | str) -> ToolContent:
-        """Run the tool and return its result. Errors are returned as text that starts with `error:`."""
+        """Run the tool and return its result. Errors are returned as an ErrorText."""
         try:
             return await self.execute(context, _parse_arguments(arguments))
         except (SandboxError, EnvironmentFault, AgentFailed):
             raise
         except ToolArgumentsInvalid as error:
-            return _truncate(f"error: {self.name}: {error}")
+            return ErrorText(_truncate(f"{self.name}: {error}"))
         except asyncio.CancelledError:
             if is_current_task_cancelled():
                 raise
-            return "error: CancelledError: what the tool waited for was cancelled"
+            return ErrorText("CancelledError: what the tool waited for was cancelled")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a tool is shown to the model
-            return _truncate(f"error: {type(error).__name__}: {error}".removesuffix(": "))
+            return ErrorText(_truncate(f"{type(error).__name__}: {error}".removesuffix(": ")))
 
     @abstractmethod
     async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
@@ -139,7 +150,7 @@ class FunctionTool(Tool):
         return to_content(result, context)
 
 
-class TimedTool(Tool):
+class ToolWithTimeout(Tool):
     """Another tool with a time limit. The result of a call that takes longer than `timeout` seconds is an error."""
 
     def __init__(self, tool: Tool, timeout: float) -> None:
@@ -152,7 +163,7 @@ class TimedTool(Tool):
             async with fail_after(self._timeout, f"the tool {self.name!r}"):
                 return await self._tool.call(context, arguments)
         except DeadlineExceeded as error:
-            return f"error: {error.name}: {error.message}"
+            return ErrorText(f"{error.name}: {error.message}")
 
     async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
         """Run the tool without a time limit."""
@@ -174,20 +185,25 @@ class ToolSet:
 
     async def call(self, call: ToolCall, context: RolloutContext) -> Message:
         """Run a tool call of the model and return the tool message with the result."""
+        return (await self.run(call, context)).message
+
+    async def run(self, call: ToolCall, context: RolloutContext) -> ToolResult:
+        """Run a tool call of the model and return the tool message, and whether the call failed."""
         content = await self._dispatch(call, context)
+        is_error = isinstance(content, ErrorText)
         if isinstance(content, str):  # a file name may contain undecodable bytes
             content = content.encode("utf-8", "replace").decode()
-        return Message(role="tool", content=content, tool_call_id=call.id)
+        return ToolResult(Message(role="tool", content=content, tool_call_id=call.id), is_error)
 
     async def _dispatch(self, call: ToolCall, context: RolloutContext) -> ToolContent:
         tool = self._by_name.get(call.name)
         if tool is not None:
             return await tool.call(context, call.arguments)
         if not self.tools:
-            return f"error: there is no tool {call.name!r}; there are no tools at all"
+            return ErrorText(f"there is no tool {call.name!r}; there are no tools at all")
         similar = find_similar(call.name, self._by_name)
         hint = f" did you mean {similar}?" if similar else ""
-        return f"error: there is no tool {call.name!r};{hint} the tools are {', '.join(self._by_name)}"
+        return ErrorText(f"there is no tool {call.name!r};{hint} the tools are {', '.join(self._by_name)}")
 
     def __len__(self) -> int:
         return len(self.tools)

@@ -272,7 +272,7 @@ class AttemptRunner:
                 config = harness.config
                 tools = await stack.enter_async_context(extend_tools(tools, config.mcp, config.tool_timeout))
                 if harness.requires_endpoint:
-                    run_tool = partial(tools.call, context=self.context)
+                    run_tool = partial(tools.run, context=self.context)
                     self.session.tools = ServedTools(self.trace, tools.schemas, run_tool)
                     await stack.enter_async_context(self.session.tools)
                 return await harness.run(self.context, self.session, tools, user, stop_hooks)

@@ -28,7 +28,7 @@ from ramify.core.errors import PeerRefused, RamifyError, RequestInvalid, Unknown
 from ramify.infer.dialects.http_format import decode_body, get_http_status
 from ramify.infer.gateway.config import REQUEST_TASK_PREFIX
 from ramify.infer.gateway.http_handlers import SessionLookup, read_body
-from ramify.infer.gateway.served_tools import ERROR_PREFIX, ServedTools, is_error
+from ramify.infer.gateway.served_tools import ERROR_PREFIX, ServedTools
 from ramify.infer.gateway.session import RolloutSession
 from ramify.model.render.tokenizer import OFFLOAD_MIN_CHARS
 from ramify.trace import MediaPart, ToolCall
@@ -210,7 +210,7 @@ async def _call_tool(
     try:
         if tools is None:
             raise PeerRefused(f"this rollout has no tools, so {call.name!r} cannot be called")
-        message = await tools.call(client, call)
+        message, is_error = await tools.call(client, call)
     except RamifyError as error:
         if isinstance(error, PeerRefused):
             session.record_refusal(context.request.url.path, get_http_status(error), error.name, error.message)
@@ -223,4 +223,4 @@ async def _call_tool(
             content.append(ImageContent(data=base64.b64encode(media.data).decode(), mime_type=media.mime))
         else:
             content.append(TextContent(text=part if isinstance(part, str) else part.text))
-    return CallToolResult(content=list(content), is_error=is_error(message))
+    return CallToolResult(content=list(content), is_error=is_error)

@@ -2,7 +2,8 @@
 
 A tool call is an event of the rollout like a model call: it is recorded in the trace, bounded in time and size, and run
 at most once per request id, so a client may send a request again whose response it lost. Calls run one after another,
-as in the chat loop, because tools share the rollout's state. A failure of the system ends the agent.
+as in the chat loop, because tools share the rollout's state; only the thread of a tool that is not `async` cannot be
+ended, so after a timeout it goes on beside the next call. A failure of the system ends the agent.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
 
@@ -23,6 +24,13 @@ from ramify.trace import Media, MediaPart, Message, ToolCall, Trace
 
 ERROR_PREFIX = "error: "  # how the text of a failed call begins
 INFO_KEY = "tool_calls"  # of the trace
+
+
+class ToolResult(NamedTuple):
+    """The tool message of a call, and whether the call failed."""
+
+    message: Message
+    is_error: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ DEFAULT_SETTINGS = ToolCallSettings()
 
 
 class ServedTools:
-    """The tools of one rollout. `run_tool` runs a call as the chat loop does and returns the tool message.
+    """The tools of one rollout. `run_tool` runs a call as the chat loop does.
 
     Use it with `async with` around the agent. If `run_tool` raises, the block is cancelled and ends with that failure.
     After the block, calls are refused.
@@ -55,7 +63,7 @@ class ServedTools:
         self,
         trace: Trace,
         schemas: Sequence[dict[str, Any]],
-        run_tool: Callable[[ToolCall], Awaitable[Message]],
+        run_tool: Callable[[ToolCall], Awaitable[ToolResult]],
         settings: ToolCallSettings = DEFAULT_SETTINGS,
     ) -> None:
         self.schemas = schemas
@@ -63,7 +71,7 @@ class ServedTools:
         """Called after every call."""
         self._trace, self._run_tool, self._settings = trace, run_tool, settings
         self._lock = asyncio.Lock()
-        self._calls: dict[bytes, SharedCall[Message] | None] = {}  # None: its result is not kept
+        self._calls: dict[bytes, SharedCall[ToolResult] | None] = {}  # None: its result is not kept
         self._agent_task: asyncio.Task[Any] | None = None
         self._num_cancels = 0  # of the agent's task, before the block
         self._failure: RamifyError | None = None
@@ -83,7 +91,7 @@ class ServedTools:
         if self._failure is not None and agent_task.uncancel() <= self._num_cancels:
             raise self._failure from error
 
-    async def call(self, client: str, call: ToolCall) -> Message:
+    async def call(self, client: str, call: ToolCall) -> ToolResult:
         """Run a call, or join it if this client has sent it before. `call.id` is the id of the request.
 
         Raises PeerRefused if the agent has ended or if the result is no longer kept, and the failure of the system with
@@ -117,22 +125,23 @@ class ServedTools:
         for key in finished[: -self._settings.max_kept_results]:
             self._calls[key] = None
 
-    async def _run(self, call: ToolCall) -> Message:
+    async def _run(self, call: ToolCall) -> ToolResult:
         async with self._lock:
             start, node = time.time(), len(self._trace.nodes) - 1
             try:
-                message = await self._run_tool(call)
+                result = await self._run_tool(call)
             except RamifyError as error:
                 self._fail(error)
                 raise
             try:
-                self._check_size(call, message)
+                self._check_size(call, result.message)
             except ContextOverflow as error:
-                message = replace(message, content=f"{ERROR_PREFIX}{error.name}: {error.message}")
-            self._record(call, message, node, start)
+                text = f"{ERROR_PREFIX}{error.name}: {error.message}"
+                result = ToolResult(replace(result.message, content=text), is_error=True)
+            self._record(call, result, node, start)
         if self.on_call is not None:
             self.on_call()
-        return message
+        return result
 
     def _fail(self, error: RamifyError) -> None:
         if self._failure is None and self._agent_task is not None:
@@ -149,7 +158,7 @@ class ServedTools:
                 f"the result of {call.name!r} has {num_bytes} bytes, and at most {max_bytes} are sent; ask for less"
             )
 
-    def _record(self, call: ToolCall, message: Message, node: int, start: float) -> None:
+    def _record(self, call: ToolCall, result: ToolResult, node: int, start: float) -> None:
         """Add a call to the trace. `node` is the last message of the model's conversation before it, or -1."""
         recorded: list[dict[str, Any]] = self._trace.info.setdefault(INFO_KEY, [])
         max_chars = self._settings.max_recorded_chars
@@ -158,15 +167,10 @@ class ServedTools:
                 {
                     "tool": call.name[:max_chars],
                     "arguments": call.arguments[:max_chars],
-                    "result": message.text[:max_chars],
-                    "is_error": is_error(message),
+                    "result": result.message.text[:max_chars],
+                    "is_error": result.is_error,
                     "node": node,
                     "start": start,
                     "end": time.time(),
                 }
             )
-
-
-def is_error(message: Message) -> bool:
-    """Return whether a tool message says that the call failed."""
-    return message.text.startswith(ERROR_PREFIX)

@@ -25,7 +25,7 @@ import msgspec
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import BudgetExceeded, ConfigInvalid, MalformedCall, RamifyError
 from ramify.env import Hook, RolloutContext, Runtime, Task, TasksetHooks, Tool, ToolSet, User
-from ramify.env.tools import ToolContent
+from ramify.env.tools import ErrorText, ToolContent
 from ramify.rollout.harness.base import build_initial_messages
 from ramify.rollout.harness.chat import ChatHarness, ChatLoop
 from ramify.rollout.harness.config import RlmHarnessConfig
@@ -63,7 +63,7 @@ class PythonTool(Tool):
             else:
                 code = msgspec.convert(arguments, PythonArguments).code
         except msgspec.DecodeError as error:  # also if the arguments are of other names or types
-            return f"error: {PYTHON_TOOL}: {error}"
+            return ErrorText(f"{PYTHON_TOOL}: {error}")
         return await self.execute(context, {"code": code})
 
     async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
