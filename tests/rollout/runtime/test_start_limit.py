@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from ramify.core.errors import SandboxError
 from ramify.rollout.runtime.start_limit import claim_start, wait_for_start
 
 
@@ -25,8 +26,14 @@ def test_time_of_an_earlier_boot_is_ignored(tmp_path):
 
 def test_link_in_the_place_of_the_file_is_refused(tmp_path):
     (tmp_path / "starts").symlink_to(tmp_path / "other")
-    with pytest.raises(OSError):
+    with pytest.raises(SandboxError, match="cannot be opened"):
         claim_start(tmp_path / "starts", 2.0, 1.0)
+
+
+def test_content_that_is_not_a_time_is_replaced(tmp_path):
+    (tmp_path / "starts").write_bytes(b"\xff")
+    assert claim_start(tmp_path / "starts", 2.0, 1.0) == 0.0
+    assert claim_start(tmp_path / "starts", 2.0, 2.0) == 1.0
 
 
 async def test_all_who_wait_start(tmp_path):

@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ramify.core.errors import SandboxError
+
 LOCKED_DELAY = 0.01  # seconds until the next try if another process has the file
 START_FILE = Path(tempfile.gettempdir()) / f"ramify-container-starts-{os.getuid()}"
 
@@ -26,14 +28,23 @@ def claim_start(path: Path, interval: float, now: float) -> float:
     """Record a start and return 0, or return the seconds after which one may be possible.
 
     `now` is on the monotonic clock, which all processes of the machine share. It begins again with every boot, so a
-    later time in the file is ignored.
+    later time in the file is ignored. Raises SandboxError if the file cannot be used.
     """
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise SandboxError(f"the file of container starts cannot be opened: {error}; remove it") from error
+    with os.fdopen(fd, "r+") as file:
+        if os.fstat(fd).st_uid != os.getuid():
+            raise SandboxError(f"the file of container starts {path} belongs to another user; remove it")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return LOCKED_DELAY
-        last_start = float(file.read() or "-inf")
+        try:
+            last_start = float(file.read() or "-inf")
+        except ValueError:  # somebody has written to it
+            last_start = float("-inf")
         if last_start <= now < last_start + interval:
             return last_start + interval - now
         file.seek(0)
