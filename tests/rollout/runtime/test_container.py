@@ -12,10 +12,12 @@ import socket
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 import psutil
 import pytest
 
+import ramify
 from ramify.core.errors import AgentFailed, ConfigInvalid, SandboxError
 from ramify.env import Task
 from ramify.env.runtime import Capability
@@ -289,6 +291,14 @@ async def test_paths_of_this_machine_are_read_only(needs_engine, tmp_path):
     settings = {"read_only": [f"{tmp_path}:/agents"], "prepend_path": ["/agents"]}
     result = await run_in_container("agent; touch /agents/x; echo $?; ls /bin/sh", **settings)
     assert result.text.splitlines() == ["from the host", "1", "/bin/sh"] and not (tmp_path / "x").exists()
+
+
+@pytest.mark.process
+async def test_package_with_the_answers_is_hidden(needs_engine):
+    directory = Path(ramify.__file__).parents[1]
+    settings = {"read_only": [f"{directory}:/packages"]}
+    result = await run_in_container("ls -A /packages/ramify; touch /packages/ramify/x || echo refused", **settings)
+    assert result.text == "refused\n"
 
 
 @pytest.mark.process

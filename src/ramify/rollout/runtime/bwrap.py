@@ -21,11 +21,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import ramify
 from ramify.env.runtime import Capabilities, Capability
 from ramify.rollout.runtime import sandbox_init
 from ramify.rollout.runtime.cgroup import Cgroup, find_limit_capabilities
-from ramify.rollout.runtime.config import SandboxRuntimeConfig
+from ramify.rollout.runtime.config import SandboxRuntimeConfig, find_package_paths
 
 # Loads, jumps and returns of the kernel's packet filter language (linux/bpf_common.h).
 LOAD_WORD, JUMP_IF_EQUAL, JUMP_IF_GREATER_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -287,12 +286,9 @@ def iter_mounts(config: SandboxRuntimeConfig, disk_mb: int | None, scripts: Mapp
     for source, target in config.read_only_paths:
         bound.append((source, target))
         yield "ro-bind", str(source), str(target)
-    package = Path(ramify.__file__).parent.resolve()
-    for source, target in bound:  # an agent must not find tasks and their answers
-        if package.is_relative_to(source.resolve()):
-            hidden = str(target / package.relative_to(source.resolve()))
-            yield "tmpfs", "", hidden
-            yield "remount-ro", "", hidden
+    for directory in find_package_paths(bound):
+        yield "tmpfs", "", directory
+        yield "remount-ro", "", directory
     for target, source in scripts.items():
         yield "ro-bind", source, target
     # root of the machine owns /proc/sys, and a sandbox of a root process has its user id

@@ -1,13 +1,14 @@
 """Configuration of the runtimes; importable without the runtimes themselves."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+import ramify
 from ramify.env.runtime import ResourceLimits, RuntimeConfig
 
 RESERVED_LABEL_PREFIX = "ramify."
@@ -61,6 +62,16 @@ class ReadOnlyPathsConfig(RuntimeConfig):
         """The absolute paths of this machine, each with its path in the sandbox."""
         pairs = (entry.partition(":") for entry in self.read_only)
         return [(Path(source).resolve(), Path(target or Path(source).absolute())) for source, _, target in pairs]
+
+
+def find_package_paths(bound: Iterable[tuple[Path, Path]]) -> list[str]:
+    """Return where a sandbox would see the package `ramify`, which is hidden: it has tasks and their answers.
+
+    `bound`: directories of this machine, each with its path in the sandbox.
+    """
+    package = Path(ramify.__file__).parent.resolve()
+    sources = [(source.resolve(), target) for source, target in bound]
+    return [str(target / package.relative_to(source)) for source, target in sources if package.is_relative_to(source)]
 
 
 class SandboxRuntimeConfig(ReadOnlyPathsConfig):

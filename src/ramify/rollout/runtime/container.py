@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from ramify.core.errors import AgentFailed, ConfigInvalid, SandboxError
 from ramify.env.runtime import Capabilities, ExecResult, ResourceLimits, RuntimeConfig
 from ramify.env.task import Task
-from ramify.rollout.runtime.config import ContainerRuntimeConfig
+from ramify.rollout.runtime.config import ContainerRuntimeConfig, find_package_paths
 from ramify.rollout.runtime.container_capabilities import (
     build_seccomp_profile,
     find_capabilities,
@@ -179,10 +179,10 @@ class ContainerRuntime(ShellRuntime):
 
     async def _start_forward(self, forward: PortForward) -> int:
         """Start a forward with a listening socket in the container's network; return its port there."""
-        pid = int(await self._inspect("{{.State.Pid}}"))
+        pid = await self._inspect("{{.State.Pid}}")
         try:
-            listener = await open_listener(pid, self._get_container().name)
-        except OSError as error:
+            listener = await open_listener(int(pid), self._get_container().name)
+        except (OSError, ValueError) as error:
             raise ConfigInvalid(
                 f"a socket cannot be opened in the network of a container, through which programs reach the gateway: "
                 f"{error}; is {self._get_engine().name} on this machine, and is this user allowed?"
@@ -225,6 +225,9 @@ class ContainerRuntime(ShellRuntime):
             command += ["--label", f"{label}={value}"]
         for source, target in self.config.read_only_paths:
             command += ["--volume", f"{source}:{target}:ro"]
+        for directory in find_package_paths(self.config.read_only_paths):
+            # podman would copy the hidden files into it
+            command += ["--tmpfs", f"{directory}:ro" + (",notmpcopyup" if engine.name == "podman" else "")]
         command += ["--network", self.config.network, "--security-opt", "no-new-privileges", "--entrypoint", "sh"]
         command += [
             "--pull",
