@@ -25,6 +25,8 @@ from ramify.env.runtime import Capabilities, Capability
 from ramify.rollout.runtime import sandbox_init
 from ramify.rollout.runtime.cgroup import Cgroup, find_limit_capabilities
 from ramify.rollout.runtime.config import SandboxRuntimeConfig, find_package_paths
+from ramify.rollout.runtime.sandbox_namespaces import USER_ID
+from ramify.rollout.runtime.sandbox_template import INIT_FILE
 
 # Loads, jumps and returns of the kernel's packet filter language (linux/bpf_common.h).
 LOAD_WORD, JUMP_IF_EQUAL, JUMP_IF_GREATER_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -125,8 +127,6 @@ def _check_argument(
 
 SANDBOX_DIR = sandbox_init.FILES_DIR
 WORK_DIR = "/sandbox/work"
-INIT_FILE = "/.init.py"
-USER_ID = "1000"
 PROBE_TIMEOUT = 20.0  # seconds
 SHARED_MEMORY_BYTES = 64 << 20
 
@@ -245,7 +245,7 @@ def find_interpreter() -> str:
 def _iter_options(config: SandboxRuntimeConfig, disk_mb: int | None) -> Iterator[str]:
     yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session")
     yield "--as-pid-1"  # no program of the sandbox can then kill or stop its first program
-    yield from ("--uid", USER_ID, "--gid", USER_ID, "--hostname", "sandbox", "--cap-drop", "ALL")
+    yield from ("--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox", "--cap-drop", "ALL")
     for kind, source, target in iter_mounts(config, disk_mb, {INIT_FILE: sandbox_init.__file__}):
         if kind == "tmpfs":
             yield from ("--size", source, "--tmpfs", target) if source else ("--tmpfs", target)

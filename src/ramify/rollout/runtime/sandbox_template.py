@@ -53,7 +53,7 @@ def start_outside(control_fd: int, namespaces_file: str) -> None:
     namespaces = _load_module("sandbox_namespaces", namespaces_file)
     _die_with_parent()
     try:
-        pid = namespaces.enter(HOSTNAME, "/proc")
+        pid = namespaces.unshare_and_fork(HOSTNAME, "/proc")
         if pid:
             _, status = os.waitpid(pid, 0)
             code = os.waitstatus_to_exitcode(status)
@@ -62,7 +62,7 @@ def start_outside(control_fd: int, namespaces_file: str) -> None:
         proc_fd = namespaces.open_process_directory()
         namespaces.build_root(setup["mounts"])
         namespaces.become_user(proc_fd)
-        namespaces.drop()
+        namespaces.drop_privileges()
         _open_null_files()
         for fd in (control_fd, setup_fd, proc_fd):
             os.set_inheritable(fd, True)
@@ -74,7 +74,7 @@ def start_outside(control_fd: int, namespaces_file: str) -> None:
 
 
 def start_inside(control_fd: int, setup_fd: int, proc_fd: int) -> None:
-    """Import the packages and fork for every sandbox; in a fork, be the sandbox."""
+    """Import the packages and fork for every sandbox; in a fork, run the sandbox."""
     for fd in (control_fd, setup_fd, proc_fd):
         os.set_inheritable(fd, False)
     _die_with_parent()
@@ -101,12 +101,12 @@ def start_inside(control_fd: int, setup_fd: int, proc_fd: int) -> None:
     request = _fork_on_request(control)
     if request is None:
         os._exit(0)
-    program = _be_sandbox(*request, proc_fd, seccomp_filter, namespaces, init)
+    program = _run_sandbox(*request, proc_fd, seccomp_filter, namespaces, init)
     if program is None:
         os._exit(0)
     os.environ.clear()  # before the memory is overwritten in which the C library looks for the names
     os.environ.update(program["env"])
-    _write_memory_range(memory, [setup["python"][0], *program["argv"]], program["env"][init.MARKER_VARIABLE])
+    _overwrite_proc_cmdline(memory, [setup["python"][0], *program["argv"]], program["env"][init.MARKER_VARIABLE])
     sys.orig_argv[:] = [*setup["python"], *program["argv"]]
     os.setsid()
     _take_standard_files(program)
@@ -155,7 +155,7 @@ def _fork_on_request(control: socket.socket) -> tuple[list[list[str]], socket.so
                     _send(control, {"pid": result[0], "status": os.waitstatus_to_exitcode(result[1])})
 
 
-def _be_sandbox(
+def _run_sandbox(
     mounts: list[list[str]],
     control: socket.socket,
     proc_fd: int,
@@ -168,14 +168,14 @@ def _be_sandbox(
         control.send(b"forked")
         if not control.recv(16):  # the host has moved this process into the control group
             os._exit(0)
-        if namespaces.enter(HOSTNAME, proc_fd):
+        if namespaces.unshare_and_fork(HOSTNAME, proc_fd):
             os._exit(0)
         namespaces.build_root(mounts)
         namespaces.become_user(proc_fd)
         os.closerange(3, control.fileno())
         os.closerange(control.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         _open_null_files()
-        namespaces.drop(seccomp_filter)
+        namespaces.drop_privileges(seccomp_filter)
     except OSError as error:
         _send(control, {"refused": str(error), "errno": error.errno})
         os._exit(1)
@@ -331,7 +331,7 @@ def _read_memory_range() -> list[int]:
     return [int(field) for field in fields[ARGUMENTS_FIELD : ARGUMENTS_FIELD + 4]]
 
 
-def _write_memory_range(memory: list[int], argv: list[str], marker: str) -> None:
+def _overwrite_proc_cmdline(memory: list[int], argv: list[str], marker: str) -> None:
     """Let /proc show the program's arguments and its marker, by which `sandbox_init` finds its processes."""
     texts = ["\0".join(argv), "RAMIFY_SANDBOX=" + marker]
     for start, end, text in zip(memory[::2], memory[1::2], texts):

@@ -28,7 +28,6 @@ from ramify.core.errors import EnvironmentFault, SandboxError
 from ramify.processes.exit_codes import describe_exit
 from ramify.rollout.runtime import sandbox_init, sandbox_namespaces, sandbox_template
 from ramify.rollout.runtime.bwrap import (
-    INIT_FILE,
     Mount,
     build_env,
     build_seccomp_filter,
@@ -159,7 +158,7 @@ class RunningTemplate:
         Raises EnvironmentFault if a package cannot be imported, SandboxError if it does not start.
         """
         scripts = {
-            INIT_FILE: sandbox_init.__file__,
+            sandbox_template.INIT_FILE: sandbox_init.__file__,
             sandbox_template.NAMESPACES_FILE: sandbox_namespaces.__file__,
             sandbox_template.TEMPLATE_FILE: sandbox_template.__file__,
         }
