@@ -46,6 +46,7 @@ HEAVY_TESTS = (
     "tests/infer/client/test_announced_weights.py",
     "tests/infer/client/test_native_adapter.py",
     "tests/rollout/envserver/test_bad_images.py",  # imports a test of the gateway
+    "tests/rollout/test_served_tools.py",  # imports the sessions of the gateway's tests
     "tests/orchestrate/test_named_models.py",
     "tests/orchestrate/test_reference_scores.py",
     "tests/model/render/test_prompt_images.py",
