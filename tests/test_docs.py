@@ -45,7 +45,7 @@ def test_python_blocks_print_what_the_page_says(page: Path, tmp_path: Path, monk
             assert printed.getvalue() == expected
 
 
-@pytest.mark.parametrize("page", ["advantages.md", "from-trl.md", "scaling.md", "training.md", "vision.md"])
+@pytest.mark.parametrize("page", ["advantages.md", "cluster.md", "from-trl.md", "training.md", "vision.md"])
 def test_run_files_of_the_docs_are_valid(page: str, tmp_path: Path) -> None:
     files = [text for _, text in NAMED_TOML.findall((DOCS / page).read_text()) if "[[train]]" in text]
     assert files
@@ -93,7 +93,7 @@ def test_the_reading_list_has_existing_files_of_at_most_9000_lines() -> None:
     ("page", "sentence", "row"),
     [
         (
-            "docs/scaling.md",
+            "docs/cluster.md",
             r"(\d+) to (\d+) such rollouts a second",
             r"4 env servers, rollouts/s.*? \| (\d+).*?(\d+) \|",
         ),

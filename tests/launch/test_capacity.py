@@ -193,22 +193,31 @@ def test_parts_of_a_plan_fit_the_gpu_and_what_the_user_set_is_kept(model, gib, n
     assert sum(use.kv_cache for _, use, _ in uses) > 0
 
 
+def describe_fit(run: RunConfig, num_gpus: int, gib: int) -> str:
+    """Return how a run fits these GPUs, as the table of docs/memory.md says it."""
+    try:
+        planned, placement = plan_run(run, [build_machine(num_gpus, gpu_gib=gib, memory_gib=2000)])
+    except ClusterTooSmall:
+        return "–"
+    words = ["yes" if planned.trainer.lora.enabled else planned.trainer.optim.moments]
+    words += ["recompute"] * (planned.trainer.recompute_layers != 0)
+    if num_gpus > 1:
+        num_ranks = sum(demand.num_ranks for demand in placement.demands if demand.name == "trainer")
+        num_engines = sum(demand.name.startswith("inference") for demand in placement.demands)
+        words.append(f"{num_ranks} + {num_engines} GPUs")
+    return ", ".join(words)
+
+
 def test_the_documented_models_fit_their_gpus():
-    row_pattern = r"^\| ([\d.]+) B, (all weights|LoRA) \| (.*) \|$"
-    rows = re.findall(row_pattern, (ROOT / "docs" / "scaling.md").read_text("utf-8"), re.MULTILINE)
-    assert len(rows) == 8
-    for size, kind, cells in rows:
+    page = (ROOT / "docs" / "memory.md").read_text("utf-8")
+    machines = [(int(number), int(gib)) for number, gib in re.findall(r" (\d+) × (\d+) GiB \|", page)]
+    assert machines == [(1, 24), (1, 80), (1, 140), (8, 80)]
+    rows = re.findall(r"^\| ([\d.]+) (B.*), (all weights|LoRA) \| (.*) \|$", page, re.MULTILINE)
+    assert [size for size, *_ in rows[::2]] == ["0.6", "1.7", "4", "8", "30"]
+    for size, unit, kind, cells in rows:
         trainer = {"lora": {"rank": 16}} if kind == "LoRA" else {}
-        run = build_run(f"org/Some-{size}B", seq_len=2048, trainer=trainer)
-        planned_cells: list[str] = []
-        for gib in (24, 48, 80, 140):
-            try:
-                planned, _ = plan_run(run, [build_machine(1, gpu_gib=gib, memory_gib=2000)])
-            except ClusterTooSmall:
-                planned_cells.append("–")
-            else:
-                planned_cells.append("yes" if kind == "LoRA" else planned.trainer.optim.moments)
-        assert " | ".join(planned_cells) == cells, (size, kind)
+        run = build_run(f"org/Some-{size}{unit}", seq_len=2048, trainer=trainer)
+        assert " | ".join(describe_fit(run, *machine) for machine in machines) == cells, (size, kind)
 
 
 def test_copies_of_shared_weights_are_counted():

@@ -11,7 +11,7 @@ from ramify.core.config import parse
 from ramify.core.errors import ConfigInvalid
 from ramify.orchestrate.run_config import RunConfig
 
-PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
 TRAIN = '--train=[{"taskset": {"id": "reverse-text"}}]'
 
 

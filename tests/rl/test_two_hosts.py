@@ -1,4 +1,4 @@
-"""The configuration and the commands of docs/scaling.md, run on two addresses of this machine."""
+"""The configuration and the commands of docs/cluster.md, run on two addresses of this machine."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from ramify.rollout.envserver import EnvClient
 
 pytestmark = pytest.mark.run
 
-PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
 HOSTS = {"10.0.0.1": "127.0.0.1", "10.0.0.2": "127.0.0.2"}
 STEPS = 2
 TIMEOUT = 80.0

@@ -6,7 +6,7 @@ announced, the trainer does not change its tensors. Before it does, it waits for
 copied them, and withdraws the announcement. An engine copies the tensors between two steps, directly into its own
 weights, and then compares the checksum. It holds a lock meanwhile, for which a trainer that has withdrawn the version
 waits: an engine may have begun just before. If the trainer's time is up, the checksum differs, and the engine has no
-weights until it has loaded the version's directory or a newer version. `docs/scaling.md` lists the cases.
+weights until it has loaded the version's directory or a newer version. `docs/design/weights.md` lists the cases.
 """
 
 import contextlib

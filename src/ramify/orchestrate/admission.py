@@ -3,7 +3,7 @@
 A batch of the groups that finish first would train on short rollouts and let the long ones grow stale. A batch in the
 order of issue would make fast groups wait for slow ones. So a group may be overtaken, but only by the few groups issued
 right after it. With P groups per batch, A slots and a window of W, a group is trained at most (A + W - 2) // P steps
-after the version it started with, however long it takes (docs/batching.md has the proof).
+after the version it started with, however long it takes (docs/design/batching.md has the proof).
 
     issued --> scored --> in a batch --> version applied
        |          |

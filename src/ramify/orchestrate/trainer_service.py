@@ -1,4 +1,4 @@
-"""The requests that a trainer makes to the orchestrator; docs/training.md has the protocol.
+"""The requests that a trainer makes to the orchestrator; docs/trainer.md has the protocol.
 
 Every request may be repeated and gets the same reply. A trainer is identified by its incarnation: after a trainer was
 replaced, all its requests are rejected.

@@ -1,6 +1,6 @@
 """The source of a trainer's batches: the interface, recordings of batches, and their replay.
 
-The trainer calls, the orchestrator replies, and every call may be repeated; `docs/training.md` describes the protocol.
+The trainer calls, the orchestrator replies, and every call may be repeated; `docs/trainer.md` describes the protocol.
 A trainer is known by its incarnation, a number that the orchestrator gives to each new one, so that a trainer that has
 been replaced is refused.
 """

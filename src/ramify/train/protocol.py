@@ -1,4 +1,4 @@
-"""Requests of the trainer to the orchestrator, and its replies. `docs/training.md` describes the protocol.
+"""Requests of the trainer to the orchestrator, and its replies. `docs/trainer.md` describes the protocol.
 
 Each class is the body of the RPC that its docstring names; `ramify.processes.wire` carries it. Importable without
 torch.

@@ -10,7 +10,7 @@ from ramify.env.adapters.reasoning_gym import REFUSALS, ReasoningGym, ReasoningG
 from ramify.env.adapters.textarena import TextArena, TextArenaConfig, _format_observation
 from ramify.env.adapters.verifiers import Verifiers, VerifiersConfig
 
-PAGE = Path(__file__).parents[3] / "docs" / "reasoning-gym.md"
+PAGE = Path(__file__).parents[3] / "docs" / "other-environments.md"
 
 
 @pytest.mark.parametrize(

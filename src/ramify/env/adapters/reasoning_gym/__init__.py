@@ -126,7 +126,7 @@ def _create_dataset(config: ReasoningGymConfig, factory: Any) -> Any:
     if name in REFUSALS:
         raise ConfigInvalid(f"{name} cannot be used: {REFUSALS[name]}", key="taskset.dataset")
     if name not in factory.DATASETS:
-        hint = suggest(name, sorted(factory.DATASETS), "docs/reasoning-gym.md says how to list them")
+        hint = suggest(name, sorted(factory.DATASETS), "docs/other-environments.md says how to list them")
         raise ConfigInvalid(f"unknown dataset {name!r}; {hint}", key="taskset.dataset")
     defaults = {"seed": config.seed, "size": config.size}
     try:

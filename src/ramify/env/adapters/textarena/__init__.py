@@ -53,7 +53,7 @@ class TextArena(rf.Taskset):
         registry: Any = import_package("textarena.envs.registration", "textarena", "textarena")
         games = [id.removesuffix(RAW_SUFFIX) for id in registry.ENV_REGISTRY if id.endswith(RAW_SUFFIX)]
         if config.game not in games:
-            hint = suggest(config.game, games, "docs/textarena.md says how to list them")
+            hint = suggest(config.game, games, "docs/other-environments.md says how to list them")
             raise ConfigInvalid(f"unknown game {config.game!r}; {hint}", key="taskset.game")
 
     def load(self) -> Iterator[TextArenaTask]:
