@@ -1,6 +1,6 @@
 """Write conversations of wiki-search for `ramify sft`: python write_sft_data.py FILE.
 
-They teach the form of the replies and as little skill as possible: half of the searches are for any goods, and letters
+They teach the form of the replies and as little skill as possible: four of five searches are for any goods, and letters
 of the answers are replaced by others. So the rewards of attempts differ, as reinforcement learning requires.
 """
 
@@ -16,7 +16,7 @@ from ramify.env.tasksets.encyclopedia import Village, draw_villages
 from ramify.env.tasksets.wiki_search import SIMPLE_SYSTEM, WikiSearch, format_result
 
 NUM_CONVERSATIONS = 2000
-RIGHT_SEARCH_PROB, WRONG_LETTER_PROB = 0.5, 0.25
+RIGHT_SEARCH_PROB, WRONG_LETTER_PROB = 0.2, 0.25
 
 
 def find_line(village: Village) -> str:

@@ -50,7 +50,7 @@ def test_searching_is_learned(tmp_path, agent):
     subprocess.run(writer, cwd=tmp_path, check=True, timeout=60)
     result = run_command("sft", "@", str(EXAMPLES / "wiki_search" / "sft.toml"), cwd=tmp_path, timeout=600.0)
     assert result.returncode == 0, result.stdout + result.stderr
-    flags = ["-m", "outputs/wiki-search-sft/weights/0-000060"]
+    flags = ["-m", "outputs/wiki-search-sft/weights/0-000150"]
     flags += ["--train.0.harness.id", agent, "--eval.0.harness.id", agent]
     evals = read_values(run_example(tmp_path, "wiki_search/rl.toml", *flags), "eval/held-out/avg")
     assert evals[-1] >= evals[0] + 0.2
