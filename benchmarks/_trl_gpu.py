@@ -1,6 +1,6 @@
 """TRL on one GPU, in an interpreter of its own: seconds of a GRPO step, or tokens a second of SFT.
 
-    _trl_gpu.py grpo MODEL_DIR MICRO_BATCH     8 groups of 16, prompts of 368 tokens, 256 new tokens
+    _trl_gpu.py grpo MODEL_DIR MICRO_BATCH     8 groups of 16, prompts of 368 tokens, 256 new tokens; with vLLM where installed
     _trl_gpu.py sft MODEL_DIR MICRO_BATCH      64 conversations of 1,024 tokens a step
 
 Prints one JSON object. Settings that only cost time are off: checkpointing of activations, saving, reports, progress.
@@ -18,10 +18,15 @@ import sys
 import tempfile
 import time
 import warnings
+from importlib.util import find_spec
 from typing import Any
 from uuid import uuid4
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+VLLM_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+VLLM_ENV |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # in process it is faster
+if HAS_VLLM := find_spec("vllm") is not None:
+    os.environ.update(VLLM_ENV)
 
 import datasets
 import datasets.fingerprint
@@ -74,6 +79,7 @@ def time_grpo(model: str, micro_batch: int, output: str) -> dict[str, float]:
         temperature=1.0,
         top_k=0,
         beta=0.0,
+        **({"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.25} if HAS_VLLM else {}),
     )
     times = StepTimes()
     trainer = GRPOTrainer(
@@ -111,7 +117,7 @@ def main() -> None:
     kind, model, micro_batch = sys.argv[1:]
     with tempfile.TemporaryDirectory() as output:
         run = time_grpo if kind == "grpo" else time_sft
-        print(json.dumps({"micro_batch": int(micro_batch), **run(model, int(micro_batch), output)}))
+        print(json.dumps({"micro_batch": int(micro_batch), "vllm": HAS_VLLM, **run(model, int(micro_batch), output)}))
 
 
 if __name__ == "__main__":
