@@ -42,7 +42,7 @@ TRIED_GPUS = (2, 4, 8)  # of a machine, when a run that does not fit looks for o
 SMALL_VLLM_FRACTION = 0.2  # of the GPU's memory, for vLLM
 MIN_SEQ_LEN = 512  # the shortest that is suggested
 # How much slower a run is with a part of the KV cache that its requests can need at their full length.
-CACHE_COSTS = {1: 1.0, 1 / 2: 1.01, 1 / 4: 1.04, 1 / 8: 1.16, 1 / 16: 1.4, 1 / 32: 2.0}
+CACHE_COSTS = {1: 1.0, 1 / 2: 1.01, 1 / 4: 1.04, 1 / 8: 1.16, 1 / 16: 1.4, 1 / 32: 2.0, 1 / 64: 3.2, 1 / 128: 5.6}
 MIN_RUNNING_REQUESTS, MAX_RUNNING_REQUESTS = 64, 512  # of an engine
 MAX_CACHE_SHARING = 4  # running requests for each one that the KV cache can hold at full length
 MODEL_REQUESTS = 64  # running requests of another model, which scores or judges
