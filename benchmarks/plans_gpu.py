@@ -1,0 +1,277 @@
+"""Do runs that the planner accepts fit the GPU? Random configurations of three models on one GPU of 24 to 140 GiB.
+
+Each configuration is planned as `ramify rl` plans it. Then one process, whose memory is limited to the GPU of the plan,
+holds the engine and the trainer with the planned sizes: it fills the KV cache, runs the trainer's trial, and trains the
+two largest steps, one of full groups and one of paths of `seq_len` tokens. A limit that the trainer had to lower is
+reported too. Several configurations run side by side while their limits fit the GPU.
+
+With `--hand`, some trainers also take a step with six settings made by hand, as fast as each fits; compared is the
+speed with the planned sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _check import NO_COMPETITOR, Row, finish, parser
+
+from ramify.core.config import parse
+from ramify.core.errors import ClusterTooSmall
+from ramify.launch.capacity import place_run, plan_sizes
+from ramify.launch.launcher import ClusterNode
+from ramify.orchestrate.run_config import RunConfig
+
+GIB = 1 << 30
+MODELS, MEMORIES = ("0.5b", "4b", "8b"), (24, 48, 80, 140)
+SEQ_LENS, GROUP_SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768), (4, 8, 16, 32, 64)
+CONTEXTS_GIB = 2  # of the two processes of a run, outside the allocator of torch
+USABLE_GIB = 138  # of the GPU, by all processes
+MAX_RUNNING, CASE_TIMEOUT, POLL_INTERVAL = 5, 400.0, 0.2
+HAND_SETTINGS = ((16384, 0.0), (16384, 1.0), (8192, 0.0), (8192, 1.0), (4096, 0.0), (4096, 0.5))
+HAND_SPEED = 0.85
+NEW_TOKENS = 8
+TASKSET = Path(__file__).with_name("_long_prompts.py")
+
+
+def draw_cases(count: int, seed: int) -> list[dict[str, Any]]:
+    """Return random configurations."""
+    rng = random.Random(seed)
+    choices = {"model": MODELS, "lora": (True, False), "seq_len": SEQ_LENS, "group": GROUP_SIZES, "memory": MEMORIES}
+    return [{"number": n, **{key: rng.choice(values) for key, values in choices.items()}} for n in range(count)]
+
+
+def plan_case(case: dict[str, Any], model: Path) -> RunConfig:
+    """Return the configuration of a case with its sizes. Raises ClusterTooSmall if it is refused."""
+    flags = {
+        "model.name": model,
+        "seq_len": case["seq_len"],
+        "orchestrator.group_size": case["group"],
+        "train": json.dumps([{"taskset": {"id": str(TASKSET)}, "sampling": {"max_tokens": case["seq_len"] // 2}}]),
+        "trainer.optim.lr": "1e-6",
+        "trainer.lora.enabled": str(case["lora"]).lower(),
+        "max_steps": 8,
+    }
+    config = parse(RunConfig, [argument for key, value in flags.items() for argument in (f"--{key}", str(value))])
+    memory = case["memory"] * GIB
+    node = ClusterNode("this", "127.0.0.1", 16, 1, gpu_memory=memory, is_head=True, allows_sharing=True)
+    planned, _ = plan_sizes(config, [node])
+    place_run(planned, [node], user_config=config)
+    return planned
+
+
+def run_case(case: dict[str, Any], model: Path) -> dict[str, Any]:
+    """Hold engine and trainer of a case in memory, and let them work; return whether they fit."""
+    import torch
+
+    config = plan_case(case, model)
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (case["memory"] - CONTEXTS_GIB) * GIB / total))
+    lines: list[str] = []
+    engine = _start_engine(model, config)
+    trainer = _build_trainer(model, config, lines)
+    _fill_engine(engine, config)
+    for packs in _list_largest_steps(trainer, case):
+        trainer.step(_make_batch(packs))
+    result: dict[str, Any] = {
+        "outcome": "lowered" if any(line.startswith("memory:") for line in lines) else "fits",
+        "detail": f"{trainer.activations.limits}, moments {trainer.config.optim.moments}, "
+        f"cache {config.inference.kv_cache_tokens}",  # pyright: ignore[reportAttributeAccessIssue] - native
+        "peak": torch.cuda.max_memory_reserved() / GIB + CONTEXTS_GIB,
+    }
+    return {**result, "speeds": _compare_by_hand(trainer, case)} if case["hand"] else result
+
+
+def _start_engine(model: Path, config: RunConfig) -> Any:
+    from ramify.infer.engine_core import EngineCore
+    from ramify.model.load import load_engine_model
+    from ramify.trace.version import PolicyVersion
+
+    loaded = load_engine_model(model, dtype="bfloat16", device="cuda")
+    inference = config.inference.model_copy(update={"device": "cuda", "max_model_len": config.seq_len})
+    return EngineCore(loaded, inference, PolicyVersion("bench"))  # pyright: ignore[reportArgumentType] - native
+
+
+def _build_trainer(model: Path, config: RunConfig, lines: list[str]) -> Any:
+    import torch
+
+    from ramify.train.build import build_trainer
+    from ramify.train.distributed import Ranks
+
+    return build_trainer(
+        model,
+        config.trainer,
+        Ranks(torch.device("cuda", 0)),
+        quantize=config.model.quantize,
+        seq_len=config.seq_len,
+        log=lines.append,
+    )
+
+
+def _fill_engine(core: Any, config: RunConfig) -> None:
+    """Run as many requests as the engine runs at a time, as long as its cache holds them."""
+    from ramify.infer.request import SamplingParams
+
+    limits = core.config.get_limits(gpu=True)
+    length = min(config.seq_len, core.config.kv_cache_tokens // limits.max_running_requests) - NEW_TOKENS - 1
+    rng = random.Random(0)
+    for seed in range(limits.max_running_requests):
+        prompt = [rng.randrange(300, 30_000) for _ in range(max(16, length))]
+        core.enqueue(core.create_request(prompt, SamplingParams(max_tokens=NEW_TOKENS, seed=seed)))
+    while core.has_unfinished_requests:
+        core.step()
+
+
+def _list_largest_steps(trainer: Any, case: dict[str, Any]) -> list[list[Any]]:
+    """Return the packs of two steps: of groups that share half of their tokens, and of paths, all trained."""
+    from _gpu import TraceMaker
+
+    from ramify.trace import build_forest
+    from ramify.train import pack_forests
+
+    maker, pack_tokens, seq_len = TraceMaker(30_000), trainer.activations.limits.pack_tokens, case["seq_len"]
+    prompt = maker.ids(seq_len // 2)
+    group = [maker.chain(prompt, seq_len // 2) for _ in range(case["group"])]
+    paths = [[maker.chain(maker.ids(16), seq_len - 16)] for _ in range(max(1, 2 * pack_tokens // seq_len))]
+    steps = [pack_forests([build_forest(group)], pack_tokens), pack_forests(_build_forests(paths), pack_tokens)]
+    return [packs[:3] for packs in steps]  # more packs take no more memory
+
+
+def _build_forests(groups: list[Any]) -> list[Any]:
+    from ramify.trace import build_forest
+
+    return [build_forest(group) for group in groups]
+
+
+def _make_batch(packs: list[Any]) -> Any:
+    from ramify.train import Batch
+
+    return Batch.from_packs(0, packs)
+
+
+def _compare_by_hand(trainer: Any, case: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of a step of the same rollouts, planned and with each setting by hand that fits."""
+    from _gpu import TraceMaker
+
+    from ramify.model.device_memory import is_out_of_memory
+    from ramify.train import pack_forests
+    from ramify.train.activation_limits import ActivationLimits
+
+    maker, seq_len = TraceMaker(30_000), case["seq_len"]
+    shares = [maker.ids(seq_len // 2) for _ in range(max(1, 65_536 // (seq_len * case["group"] // 2)))]
+    forests = _build_forests([[maker.chain(prompt, seq_len // 2) for _ in range(case["group"])] for prompt in shares])
+    num_layers, planned = trainer.policy.model.config.num_hidden_layers, trainer.activations.limits
+    by_hand = [ActivationLimits(max(tokens, seq_len), round(share * num_layers)) for tokens, share in HAND_SETTINGS]
+    seconds: dict[str, float] = {}
+    for limits in [planned, *by_hand]:
+        trainer.activations.planned = limits
+        trainer.activations.set_limits(limits)
+        batch = _make_batch(pack_forests(forests, limits.pack_tokens))
+        try:
+            trainer.step(batch)
+            metrics = trainer.step(batch)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            continue
+        if trainer.activations.limits == limits:  # else it did not fit
+            seconds["planned" if limits is planned else str(limits)] = metrics.seconds
+    return seconds
+
+
+def run_all(cases: list[dict[str, Any]], home: Path, args: Any) -> list[dict[str, Any]]:
+    """Run cases in processes of their own, side by side while their memory fits; start none after `--limit` seconds."""
+    started_at, results, waiting = time.monotonic(), list[dict[str, Any]](), list[dict[str, Any]]()
+    for case in sorted(cases, key=lambda case: case["memory"]):
+        try:
+            plan_case(case, home / case["model"])
+        except ClusterTooSmall as error:
+            results.append({**case, "outcome": "refused", "detail": str(error).splitlines()[-1]})
+        else:
+            waiting.append({**case, "hand": len(waiting) < args.hand})
+    running: list[tuple[dict[str, Any], subprocess.Popen[bytes], Path, float]] = []
+    while running or (waiting and time.monotonic() - started_at < args.limit):
+        for entry in [entry for entry in running if _has_ended(*entry)]:
+            running.remove(entry)
+            results.append(_read_result(*entry[:3]))
+            print(json.dumps(results[-1]), flush=True)
+        free = USABLE_GIB - sum(_count_gib(entry[0]) for entry in running)
+        is_late = time.monotonic() - started_at > args.limit
+        if waiting and not is_late and len(running) < MAX_RUNNING and _count_gib(waiting[0]) <= free:
+            case = waiting.pop(0)
+            log = home / f"case-{case['number']}.log"
+            command = [sys.executable, __file__, "--case", json.dumps(case), "--home", str(home)]
+            process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT)
+            running.append((case, process, log, time.monotonic() + CASE_TIMEOUT))
+            continue
+        time.sleep(POLL_INTERVAL)
+    return results
+
+
+def _count_gib(case: dict[str, Any]) -> int:
+    """Return the GiB that a case takes of the GPU; one whose steps are timed runs alone."""
+    return USABLE_GIB if case["hand"] else min(case["memory"], USABLE_GIB)
+
+
+def _has_ended(case: dict[str, Any], process: subprocess.Popen[bytes], log: Path, deadline: float) -> bool:
+    if process.poll() is None and time.monotonic() > deadline:
+        process.kill()
+        process.wait()
+    return process.poll() is not None
+
+
+def _read_result(case: dict[str, Any], process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+    lines = log.read_text().splitlines()
+    if process.returncode == 0 and lines:
+        return {**case, **json.loads(lines[-1])}
+    is_full = "out of memory" in log.read_text().lower() or "GpuMemoryFull" in log.read_text()
+    return {**case, "outcome": "out of memory" if is_full else "failed", "detail": "\n".join(lines[-4:])}
+
+
+def main() -> int:
+    flags: argparse.ArgumentParser = parser(__doc__)
+    flags.add_argument("--cases", type=int, default=20, help="configurations")
+    flags.add_argument("--seed", type=int, default=0, help="seed of the configurations")
+    flags.add_argument("--hand", type=int, default=0, help="cases that are compared with settings by hand")
+    flags.add_argument("--limit", type=float, default=3600.0, help="seconds after which no more cases are started")
+    flags.add_argument("--home", type=Path, help="directory of the models; a model that is there is not made again")
+    flags.add_argument("--case", help=argparse.SUPPRESS)
+    args: Any = flags.parse_args()
+    if args.case:
+        case = json.loads(args.case)
+        print(json.dumps(run_case(case, args.home / case["model"])))
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        print("this benchmark needs an NVIDIA GPU", file=sys.stderr)
+        return NO_COMPETITOR
+    cases = draw_cases(args.cases, args.seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        home = args.home or Path(temporary)
+        for size in dict.fromkeys(case["model"] for case in cases):
+            script = Path(__file__).with_name("_random_qwen.py")
+            subprocess.run([sys.executable, script, home / size, size], check=True, timeout=CASE_TIMEOUT)
+        results = run_all(cases, home, args)
+    counts = {name: float(sum(result["outcome"] == name for result in results)) for name in ("fits", "refused")}
+    rows = [Row(f"configurations: {name}", count, None, "") for name, count in counts.items()]
+    for name in ("lowered", "out of memory", "failed"):
+        count = float(sum(result["outcome"] == name for result in results))
+        rows.append(Row(f"configurations: {name}", count, None, "", None if name == "lowered" else 0.0))
+    for result in results:
+        if speeds := result.get("speeds"):
+            best = min(speeds.values())
+            name = f"case {result['number']}: speed over the best of {len(speeds) - 1} by hand"
+            rows.append(Row(name, best / speeds["planned"], None, "x", HAND_SPEED, at_least=True))
+    return finish("benchmarks/plans_gpu.py: planned sizes on one GPU", rows, args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
