@@ -101,7 +101,7 @@ define install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock test test-full test-vllm test-cluster test-cluster-faults test-containers test-swe test-clients test-agents test-envs test-view test-k8s coverage dist test-wheel image test-image lint-files release-check workflows style lint bench-check rl
+.PHONY: help env lock test test-full test-vllm test-cluster test-cluster-faults test-containers test-swe test-clients test-agents test-envs test-view test-k8s docs coverage dist test-wheel image test-image lint-files release-check workflows style lint bench-check rl
 # Two installations at once would damage .venv.
 .NOTPARALLEL:
 
@@ -185,6 +185,13 @@ test-k8s: env  ## the manifest of `ramify k8s` against the schemas of Kubernetes
 	@mkdir -p .venvs
 	$(BIN)/python -m pip install -q --disable-pip-version-check --target .venvs/k8s --upgrade 'kubernetes-validate>=1.37'
 	PYTHONPATH=.venvs/k8s $(BIN)/pytest -v -n 0 tests/launch/test_kubernetes.py
+
+# Its packages are not in the lock file: the site is not needed to run or test Ramify.
+docs:  ## build the site of docs/ into build/site and check its links; installs MkDocs aside
+	@test -x .venvs/docs/bin/python || $(PYTHON) -m venv .venvs/docs
+	.venvs/docs/bin/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
+	.venvs/docs/bin/python -m pip install -q --disable-pip-version-check $(if $(LOCK),-c $(LOCK)) --group docs -e .
+	NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/python -m mkdocs build --strict
 
 coverage: env  ## the tests with coverage.py: a table per module in build/coverage/report.md, pages in build/coverage/html
 	rm -rf build/coverage && mkdir -p build/coverage

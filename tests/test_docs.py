@@ -65,7 +65,7 @@ def test_the_architecture_page_shows_trace_and_forest_with_their_output() -> Non
     assert sum(expected is not None for _, expected in blocks) >= 4
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("examples/*/README.md")], ids=str)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("examples/**/README.md")], ids=str)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", BLOCK.sub("", page.read_text())):
         if link.startswith("http"):

@@ -22,7 +22,7 @@ from ramify.train.config import TrainerProcessConfig
 from ramify.train.sft.config import SftConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/**/README.md"))]
 COMMANDS = (RunConfig, EvalConfig, SftConfig, ServeConfig, EnvServerConfig, TrainerProcessConfig, ValidateConfig)
 PLUGIN_KEYS = {"filters": "filter", "judges": "judge"} | {kind: kind for kind in PLUGIN_KINDS}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -33,6 +33,7 @@ from ramify.core.errors import ConfigInvalid
 from ramify.core.names import suggest
 
 ALL_KEYS = "all"
+ENTRY = "NAME"  # stands for the name of an entry of a table, as in `models.NAME.name`
 MAX_WIDTH, FLAG_WIDTH = 120, 40
 TYPE_NAMES = {bool: "true|false", int: "INT", float: "NUMBER", NoneType: "None"}
 
@@ -53,10 +54,32 @@ class HelpKey:
 
     def get_child(self, model: type[BaseModel], name: str) -> "HelpKey":
         """Return a key of the section `model`, with the default value of the section's default if it has one."""
-        field, is_entry = model.model_fields[name], any(map(is_list_type, self.options))
+        field = model.model_fields[name]
+        entry = "0" if any(map(is_list_type, self.options)) else ENTRY if any(map(is_dict_type, self.options)) else ""
         default = getattr(self.default, name) if isinstance(self.default, model) else _get_default(field)
-        path = f"{self.path}.0.{name}" if is_entry else f"{self.path}.{name}" if self.path else name
+        path = ".".join(filter(None, [self.path, entry, name]))
         return HelpKey(path, annotation_options(field.annotation), default, _read_key_texts(model).get(name, ""))
+
+
+@dataclass(frozen=True, slots=True)
+class HelpSection:
+    """A section, or one variant of it, with its plain keys; the sections in it are sections of their own."""
+
+    path: str
+    model: type[BaseModel]
+    variant: str
+    """Which key and value select the variant, such as `engine = 'vllm'`; empty if there is only one."""
+    keys: list[HelpKey]
+
+
+def iter_sections(key: HelpKey) -> Iterator[HelpSection]:
+    """Yield the section that a key holds, in all variants, each followed by the sections in it."""
+    for model in key.models:
+        variant = f"{model_tag_key(model)} = {' or '.join(_find_tags(model))}" if len(key.models) > 1 else ""
+        children = [key.get_child(model, name) for name in model.model_fields]
+        yield HelpSection(key.path, model, variant, [child for child in children if not child.models])
+        for child in children:
+            yield from iter_sections(child)
 
 
 def format_help(cls: type[BaseModel], prog: str, section: str | None = None) -> str:
@@ -71,11 +94,11 @@ def format_help(cls: type[BaseModel], prog: str, section: str | None = None) -> 
     common_keys = [_find_key(root, path) for path in getattr(cls, "common_keys", ())]
     common_paths = {key.path for key in common_keys}
     listed = [*common_keys, *(key for key in top_keys if not key.models and key.path not in common_paths)]
-    lines = [line for key in listed for line in _format_key(key, _first_sentence(key.text))]
+    lines = [line for key in listed for line in _format_key(key, first_sentence(key.text))]
     lines += ["", f"Sections; '{prog} --help SECTION' prints the keys of one, '{prog} --help {ALL_KEYS}' all keys:"]
     for key in top_keys:
         if key.models:
-            lines += _format_columns(f"  {key.path}", _first_sentence(key.text or inspect.getdoc(key.models[0]) or ""))
+            lines += _format_columns(f"  {key.path}", first_sentence(key.text or inspect.getdoc(key.models[0]) or ""))
     return "\n".join(lines)
 
 
@@ -83,7 +106,7 @@ def _find_key(root: HelpKey, path: str) -> HelpKey:
     """Return the key at a path such as `trainer.lora` or `train.0.sampling`. Raises ConfigInvalid if there is none."""
     key = root
     for part in path.strip("[]").removeprefix("--").replace("-", "_").split("."):
-        if part.isdecimal() and any(map(is_list_type, key.options)):
+        if (part.isdecimal() and any(map(is_list_type, key.options))) or part == ENTRY:
             continue
         children = [key.get_child(model, part) for model in key.models if part in model.model_fields]
         if not children:
@@ -104,18 +127,18 @@ def _format_section(key: HelpKey) -> Iterator[str]:
     """Yield the line of a plain key, or the lines of every key of a section, variant by variant."""
     if not key.models:
         yield from _format_key(key, key.text)
-    for model in key.models:
-        tag = f" with {model_tag_key(model)} = {' or '.join(_find_tags(model))}" if len(key.models) > 1 else ""
-        yield from ("", f"{key.path}{tag}: {_first_sentence(inspect.getdoc(model) or '')}".removeprefix(": "))
-        children = [key.get_child(model, name) for name in model.model_fields]
-        for child in sorted(children, key=lambda child: bool(child.models)):  # its own keys, then its sections
-            yield from _format_section(child)
+    for section in iter_sections(key):
+        variant = f" with {section.variant}" if section.variant else ""
+        summary = first_sentence(inspect.getdoc(section.model) or "")
+        yield from ("", f"{section.path}{variant}: {summary}".removeprefix(": "))
+        for child in section.keys:
+            yield from _format_key(child, child.text)
 
 
 def _format_key(key: HelpKey, text: str) -> list[str]:
     """Return the lines of one key: its flag, the text and its default."""
-    flag = f"  --{key.path} {'|'.join(dict.fromkeys(map(_format_type, key.options)))}"
-    return _format_columns(flag, " ".join(filter(None, [text, _format_default(key.default)])))
+    flag = f"  --{key.path} {'|'.join(dict.fromkeys(map(format_type, key.options)))}"
+    return _format_columns(flag, " ".join(filter(None, [text, format_default(key.default)])))
 
 
 def _format_columns(flag: str, text: str) -> list[str]:
@@ -127,7 +150,8 @@ def _format_columns(flag: str, text: str) -> list[str]:
     return [f"{flag:<{FLAG_WIDTH}}{lines[0]}".rstrip(), *(f"{indent}{line}" for line in lines[1:])]
 
 
-def _format_default(default: Any) -> str:
+def format_default(default: Any) -> str:
+    """Return a default value in brackets, or an empty text for a section or an empty value."""
     if default is PydanticUndefined:
         return "(required)"
     if isinstance(default, BaseModel) or default in ("", [], {}, ()):
@@ -135,7 +159,8 @@ def _format_default(default: Any) -> str:
     return f"({'true' if default is True else 'false' if default is False else default})"
 
 
-def _format_type(option: Any) -> str:
+def format_type(option: Any) -> str:
+    """Return what may stand at a key: a kind of value, or the values themselves."""
     if get_origin(option) is Literal:
         return "|".join(map(str, get_args(option)))
     if is_list_type(option):
@@ -158,7 +183,8 @@ def _find_tags(model: type[BaseModel]) -> list[str]:
     return [repr(tag) for tag in get_args(model.model_fields[model_tag_key(model)].annotation)]
 
 
-def _first_sentence(text: str) -> str:
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a docstring, on one line."""
     sentence = " ".join(text.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
     return f"{sentence}." if sentence else ""
 
