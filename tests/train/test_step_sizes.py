@@ -50,3 +50,8 @@ def test_the_sizes_are_the_smallest_if_nothing_fits():
 def test_more_recomputed_layers_than_the_model_has_are_refused():
     with pytest.raises(ConfigInvalid, match=r"trainer\.recompute_layers: the model has 12 layers, got 40"):
         check_recompute_layers(TrainerConfig(recompute_layers=40), 12)
+
+
+def test_a_pack_holds_several_long_paths_where_recomputed_layers_make_room():
+    assert (plan(90, seq_len=2048)[0].pack_tokens, plan(90, seq_len=8192)[0].pack_tokens) == (6144, 16384)
+    assert plan(90, seq_len=8192)[0].recompute_layers > plan(90, seq_len=2048)[0].recompute_layers

@@ -15,9 +15,11 @@ from ramify.train.memory import ModelSize, estimate_rank
 
 PACK_SIZES = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
 PACK_MULTIPLE = 128  # `pack_tokens` is a multiple of it
-PACK_LOSS_TOKENS = 1024  # lost per pack: padding, prefixes that are computed again, and the sum of its gradients
+PACK_LOSS_TOKENS = 1024  # lost per pack: padding, and the sum of its gradients
+REPEATED_FRACTION = 0.25  # of `seq_len`, computed again per pack: a prefix that the tree of another pack has too
 RECOMPUTED_FRACTIONS = (0, 0.25, 0.5, 0.75, 1)  # of the layers
-RECOMPUTE_COST = 1 / 3  # of a step, if all layers are recomputed
+RECOMPUTE_COST = 1 / 3  # of a step, if all layers are recomputed: a forward pass more
+ADAPTER_RECOMPUTE_COST = 1 / 2  # with adapters, whose backward pass has no weight gradients of the layers
 MAX_MOMENTS_COST = 1.5  # 8-bit moments are chosen if the run is slower by more than this with float32
 MOMENTS_KEY, PACKS_KEY, LAYERS_KEY = "trainer.optim.moments", "trainer.pack_tokens", "trainer.recompute_layers"
 GIB = 1 << 30
@@ -59,11 +61,12 @@ def list_step_options(trainer: TrainerConfig, model: ModelSize, seq_len: int, mo
         packs = packs if longest >= PACK_SIZES[-1] else packs[1:]
     if trainer.recompute_layers == "auto":
         layers = list(dict.fromkeys(round(fraction * model.num_layers) for fraction in RECOMPUTED_FRACTIONS))
+    recompute_cost = ADAPTER_RECOMPUTE_COST if trainer.lora.enabled else RECOMPUTE_COST
     options: list[SizeOption] = []
     for num_tokens, num_layers in itertools.product(packs, layers):
         sizes = {MOMENTS_KEY: moments, PACKS_KEY: num_tokens, LAYERS_KEY: num_layers}
-        cost = 1 + PACK_LOSS_TOKENS / num_tokens if num_tokens else 1.0
-        cost *= 1 + RECOMPUTE_COST * num_layers / model.num_layers if num_layers else 1.0
+        cost = 1 + (PACK_LOSS_TOKENS + REPEATED_FRACTION * seq_len) / num_tokens if num_tokens else 1.0
+        cost *= 1 + recompute_cost * num_layers / model.num_layers if num_layers else 1.0
         options.append(SizeOption({key: value for key, value in sizes.items() if value is not None}, cost))
     return options
 
