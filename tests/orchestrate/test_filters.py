@@ -41,6 +41,11 @@ CASES = {
         (make_trace("bad", reply=(10, 11), logprobs=(CERTAIN, math.log(0.991))), 1.0),
         (make_trace("good", reply=(10, 11), logprobs=(CERTAIN, math.log(0.989))), 1.0),
     ),
+    "truncated": (
+        {},
+        (make_trace("bad", turns=2, finish_reasons=("stop", "length")), 1.0),
+        (make_trace("good", turns=2, finish_reasons=("length", "stop")), 1.0),
+    ),
     "repetition: one reply": (
         {"window": 3},
         (make_trace("bad", reply=(10, 11, 12), logprobs=(CERTAIN,) * 3), 1.0),

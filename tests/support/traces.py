@@ -21,8 +21,9 @@ def make_trace(
     turns: int = 1,
     trainable: bool = True,
     version: int = 0,
+    finish_reasons: Sequence[str] = (),
 ) -> Trace:
-    """Return a trace whose turns all have the same reply."""
+    """Return a trace whose turns all have the same reply; `finish_reasons` are of the turns, by default "stop"."""
     trace = Trace(id=name, agent=agent, rewards={"score": None if reward is None else (reward, 1.0)})
     node = trace.graph.add_node(-1, Message("user", "?"), PROMPT)
     for turn in range(turns):
@@ -35,7 +36,7 @@ def make_trace(
             sampled_span=(1, 1 + len(reply)),
             logprobs=[-0.5] * len(reply) if logprobs is None else logprobs,
             versions=[VersionSpan("policy", 0, version, len(reply))],
-            call=ModelCall(f"{name}-{turn}", finish_reason="stop"),
+            call=ModelCall(f"{name}-{turn}", finish_reason=finish_reasons[turn] if finish_reasons else "stop"),
             trainable=trainable,
         )
     if failure:

@@ -267,13 +267,17 @@ Keys, the most used first:""",
         (RUN, switch("--all", "also list rollouts whose reward did not change")),
     ),
     "export": CliCommand(
-        "export a run's traces to JSONL or Parquet, or its model or adapter",
+        "export a run's traces, the best of them as data for SFT, or its model or adapter",
         "ramify.cli.export:run",
         (
             RUN,
             OneOf(
                 (
-                    option("--to", choices=("jsonl", "parquet"), help="export the traces in this format"),
+                    option(
+                        "--to",
+                        choices=("jsonl", "parquet", "sft"),
+                        help="export the traces in this format; sft: the best rollouts of each group, for `ramify sft`",
+                    ),
                     option("--model", metavar="DIR", help="write a model directory for transformers and vLLM"),
                     switch("--adapter", "write the adapter of a LoRA run, for peft"),
                 ),
@@ -286,8 +290,13 @@ Keys, the most used first:""",
                 help="with --model: the step to export, or the step with the highest METRIC (lowest for a loss) among "
                 "the steps whose weights still exist (default: the last)",
             ),
+            option("--best", metavar="N", type=int, help="with --to sft: rollouts of each group (default: 1)"),
+            option("--min-reward", metavar="R", type=float, help="with --to sft: the least reward of a rollout"),
             option(
-                "-o", dest="file", metavar="PATH", help="output path (default: export.FORMAT or adapter-STEP in RUN)"
+                "-o",
+                dest="file",
+                metavar="PATH",
+                help="output path (default: export.FORMAT, sft.jsonl or adapter-STEP in RUN)",
             ),
         ),
     ),

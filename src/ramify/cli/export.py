@@ -1,4 +1,4 @@
-"""`ramify export RUN`: export a run's traces (--to), its model (--model) or its adapter (--adapter) for other tools."""
+"""`ramify export RUN`: export a run's traces or conversations (--to), its model (--model) or adapter (--adapter)."""
 
 import sys
 import time
@@ -8,14 +8,19 @@ from pathlib import Path
 
 from ramify.cli.run_lookup import open_run_readonly
 from ramify.core.errors import ConfigInvalid
+from ramify.core.names import format_count
 from ramify.run.store import export_run, wrap_storage_errors
 
 PROGRESS_INTERVAL = 2.0  # seconds between progress lines
 
 
 def run(options: Namespace) -> int:
-    """Write the run's traces to one file, or its model or adapter to a directory."""
+    """Write the run's traces or conversations to one file, or its model or adapter to a directory."""
     file = Path(options.file) if options.file else None
+    if options.to != "sft" and not (options.best is None and options.min_reward is None):
+        raise ConfigInvalid("--best and --min-reward choose the rollouts of --to sft")
+    if options.best is not None and options.best < 1:
+        raise ConfigInvalid(f"--best: expected at least 1, got {options.best}")
     if options.step and not options.model:
         raise ConfigInvalid("--step chooses the model that is exported; give --model DIR too")
     if options.model and file is not None:
@@ -24,6 +29,8 @@ def run(options: Namespace) -> int:
         return _export_model(options.run, Path(options.model), options.step)
     if options.adapter:
         return _export_adapter(options.run, file)
+    if options.to == "sft":
+        return _export_conversations(options.run, file, options.best or 1, options.min_reward)
     with open_run_readonly(options.run) as store:
         path = file or store.path / f"export.{options.to}"
         with wrap_storage_errors(path):
@@ -46,6 +53,18 @@ def make_progress_reporter() -> Callable[[int, int], None]:
             print(f"{done:,} of {total:,} rollouts exported", end=end, file=sys.stderr, flush=True)
 
     return report
+
+
+def _export_conversations(run: str, file: Path | None, best: int, min_reward: float | None) -> int:
+    from ramify.train.sft.export import export_conversations
+
+    with open_run_readonly(run) as store:
+        path, report = file or store.path / "sft.jsonl", make_progress_reporter()
+        with wrap_storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            count = export_conversations(store, path, best=best, min_reward=min_reward, report_progress=report)
+    print(f"{format_count(count, 'conversation')} in {path}; train on them with: ramify sft -d {path}")
+    return 0
 
 
 def _export_adapter(run: str, directory: Path | None) -> int:

@@ -161,6 +161,19 @@ def _longest_run(is_confident: npt.NDArray[np.bool_]) -> int:
     return int((edges[1::2] - edges[::2]).max(initial=0))
 
 
+# Detects replies that were cut: their reward judges a reply that the model did not finish.
+
+
+class Truncated(Filter):
+    """Fires if the last reply was cut by a length limit: `sampling.max_tokens` or `seq_len`."""
+
+    def fires(self, rollout: FilterInput) -> bool:
+        """Return whether the last model call ended at its length limit."""
+        calls = (call for node in reversed(rollout.trace.nodes) if (call := node.call) is not None)
+        last_call = next(calls, None)
+        return last_call is not None and last_call.finish_reason == "length"
+
+
 # Detects rollouts without a training signal: all attempts at a task earned the same reward.
 
 ZERO_TOLERANCE = 1e-8

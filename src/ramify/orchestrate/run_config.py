@@ -202,7 +202,7 @@ class OrchestratorConfig(Config):
         {"id": "repetition"},
         {"id": "zero_advantage", "mode": "enforce"},
     ]
-    """Filters of rollouts: gibberish, repetition, zero_advantage or plugins, with their keys."""
+    """Filters of rollouts: gibberish, repetition, truncated, zero_advantage or plugins, with their keys."""
     max_untrainable_groups: int | None = Field(default=256, ge=1)
     """Groups in a row that cannot be trained on, after which `on_no_signal` applies. None: never. The run warns after
     32 of them."""

@@ -4,13 +4,16 @@ The graph places a turn by its tokens; the conversation trie only knows the mess
 where the graph forks. Its reason is the renderer's if the renderer rewrote the history, else what the client changed.
 """
 
+import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from ramify.infer.gateway.conversation_trie import TrieNode, fork_reason
 from ramify.infer.gateway.policy import PreparedPrompt, SampledReply
+from ramify.model.render import ToolSchema
 from ramify.trace import Media, MediaPart, ModelCall, Trace, TraceBuilder, Turn
 
+TOOLS_KEY = "tools"  # of a trace's info: by the root of their paths the tools that were offered, as JSON
 STRUCTURED_OUTPUT_REASON = "structured output: sampled only from the tokens that a grammar allows"
 
 
@@ -74,6 +77,7 @@ class TraceRecorder:
             )
         )
         self._store_media(prepared, media)
+        self._store_tools(first_node, prepared)
         self._record_fork(first_node, prepared, position, reason)
         if prepared.rendered is None:
             return self._count_from_usage(node, sampled, position)
@@ -110,6 +114,12 @@ class TraceRecorder:
             if isinstance(part, MediaPart) and part.hash in media:
                 self.trace.add_media(media[part.hash])
 
+    def _store_tools(self, first_node: int, prepared: PreparedPrompt) -> None:
+        """Add the tools to the trace if the turn, whose first new node is `first_node`, begins a new tree."""
+        if prepared.tools and int(self.trace.graph.nodes.view["parent"][first_node]) < 0:
+            tools = {str(first_node): json.dumps(prepared.tools)}  # they may hold what a header may not
+            self.trace.info[TOOLS_KEY] = {**self.trace.info.get(TOOLS_KEY, {}), **tools}
+
     def _record_fork(self, first_node: int, prepared: PreparedPrompt, position: TrieNode, reason: str) -> None:
         """Record where and why the turn, whose first new node is `first_node`, forks from the existing paths."""
         trace, prefix_break = self.trace, prepared.prefix_break
@@ -125,6 +135,11 @@ class TraceRecorder:
             fork = {"node": first_node, "at": parent, "reason": str(prefix_break.reason), "detail": prefix_break.detail}
         trace.info["forks"] = [*trace.info.get("forks", []), fork]
         trace.metrics["forks"] = trace.metrics.get("forks", 0.0) + 1.0
+
+
+def find_offered_tools(trace: Trace, node: int) -> list[ToolSchema]:
+    """Return the tools that were offered on the path to a node."""
+    return json.loads(trace.info.get(TOOLS_KEY, {}).get(str(trace.graph.path_nodes(node)[0]), "[]"))
 
 
 def _prefix_node(prepared: PreparedPrompt, position: TrieNode) -> int:

@@ -7,6 +7,7 @@ token, which convert spans of text to spans of tokens.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -75,6 +76,14 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         return backend
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the files that decide which ids a text and an image have."""
+        digest = hashlib.sha256()
+        for file in (self._file, self._file.with_name("preprocessor_config.json")):
+            digest.update(file.read_bytes() if file.is_file() else b"")
+        return digest.hexdigest()
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:

@@ -5,7 +5,7 @@ calls are JSON text or objects, tools are a list or its JSON, and absent values 
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,29 @@ class _RowParser(MessageParser):
         return super(_RowParser, self).add_media(self.known.setdefault(media.hash, media))
 
 
+WEIGHT_KEY = "weight"  # of a message; 0 excludes it from training, as in OpenAI's format
+TOKENIZER_KEY, TOKENS_KEY = "tokenizer", "tokens"  # of a row and of its messages that were exported from a rollout
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
 DatasetRow = Mapping[str, Any]
 _decode_message = msgspec.msgpack.Decoder(Message).decode
+
+
+class MessageTokens(msgspec.Struct, frozen=True):
+    """The tokens of a message in a rollout: its ids, which of them the policy sampled, and its images.
+
+    An image is its part of the content, and the range of its placeholders. Ranges are relative to the first token.
+    """
+
+    token_ids: list[int]
+    sampled: tuple[int, int] | None = None
+    images: list[tuple[int, int, int]] = []
+
+
+class RecordedTokens(msgspec.Struct, frozen=True):
+    """The tokens of all messages of a conversation that was exported from a rollout, and the tokenizer's digest."""
+
+    tokenizer: str
+    tokens: tuple[MessageTokens, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +93,17 @@ class SftConversation:
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    untrained: frozenset[int] = frozenset()
+    """The messages that are never trained: their `weight` is 0."""
+    recorded: RecordedTokens | None = None
     media: Mapping[str, Media] = field(default_factory=dict[str, Media], compare=False)
     """The images of the messages, by hash."""
     location: str = field(default="", compare=False)
     """The row of the dataset, for error messages."""
+
+    def is_trained(self, index: int, roles: Sequence[str]) -> bool:
+        """Return whether a message is trained if the messages of `roles` are."""
+        return self.messages[index].role in roles and index not in self.untrained
 
 
 def parse_conversations(rows: Iterable[DatasetRow], config: SftDataConfig) -> list[SftConversation]:
@@ -100,6 +127,7 @@ def parse_conversation(row: DatasetRow, config: SftDataConfig, content_parser: C
 
     Raises ValueError, KeyError, TypeError, AttributeError, ImageInvalid or RequestInvalid if it is not a conversation.
     """
+    roles = config.train_on_roles
     if row.get(config.messages_column) not in (None, ""):  # a csv file has an empty string where a row has no value
         raw_messages = row[config.messages_column]
     elif config.prompt_column in row and config.completion_column in row:
@@ -109,19 +137,34 @@ def parse_conversation(row: DatasetRow, config: SftDataConfig, content_parser: C
         expected = f"{config.messages_column!r}, nor {config.prompt_column!r} and {config.completion_column!r}"
         raise ValueError(f"it has no column {expected}; it has {', '.join(row)}")
     row_images, media = iter(row.get(config.images_column) or ()), dict[str, Media]()
+    raw_messages = list(_parse_json(raw_messages))
     messages = tuple(
-        parse_message(raw, content_parser.parse(raw.get("content"), row_images, media))
-        for raw in _parse_json(raw_messages)
+        parse_message(raw, content_parser.parse(raw.get("content"), row_images, media)) for raw in raw_messages
     )
     if next(row_images, None) is not None:
         raise ValueError(f"the column {config.images_column!r} has more images than the messages refer to")
-    for message in messages:
-        if message.role in config.train_on_roles and not isinstance(message.content, str):
-            raise ValueError(f"a message of the role {message.role} has an image; only text can be trained")
-    if not any(message.role in config.train_on_roles for message in messages):
-        raise ValueError(f"no message has the role {' or '.join(config.train_on_roles)}; set data.train_on_roles")
     tools = _parse_json(row.get(config.tools_column) or [])
-    return SftConversation(messages, tuple(_parse_json(tool) for tool in tools), media)
+    conversation = SftConversation(
+        messages,
+        tuple(_parse_json(tool) for tool in tools),
+        frozenset(index for index, raw in enumerate(raw_messages) if raw.get(WEIGHT_KEY) == 0),
+        _parse_recorded_tokens(row, raw_messages),
+        media,
+    )
+    trained = [message for index, message in enumerate(messages) if conversation.is_trained(index, roles)]
+    if any(not isinstance(message.content, str) for message in trained):
+        raise ValueError("a trained message has an image; only text can be trained")
+    if not trained:
+        raise ValueError(f"no message has the role {' or '.join(roles)} (data.train_on_roles) and a weight above 0")
+    return conversation
+
+
+def _parse_recorded_tokens(row: DatasetRow, raw_messages: Sequence[Mapping[str, Any]]) -> RecordedTokens | None:
+    """Return the tokens that `ramify export --to sft` wrote beside the messages; None for other rows."""
+    if not row.get(TOKENIZER_KEY):
+        return None
+    fields = ({"images": [], **raw[TOKENS_KEY]} for raw in raw_messages)
+    return msgspec.convert({"tokenizer": row[TOKENIZER_KEY], "tokens": list(fields)}, RecordedTokens)
 
 
 def parse_message(raw: Mapping[str, Any], content: str | tuple[TextPart | MediaPart, ...]) -> Message:

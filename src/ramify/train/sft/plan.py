@@ -20,7 +20,7 @@ from ramify.model.resolve import resolve_model_path
 from ramify.run.store import default_run_name
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.conversations import SftConversation, parse_conversations
-from ramify.train.sft.forests import build_sft_forest
+from ramify.train.sft.forests import build_sft_forest, has_recorded_tokens
 
 
 class ExampleOrder:
@@ -114,6 +114,8 @@ def _hash_conversations(conversations: Sequence[SftConversation]) -> str:
     digest = hashlib.sha256()
     for conversation in conversations:
         digest.update(msgspec.msgpack.encode((conversation.messages, conversation.tools), enc_hook=str))
+        if conversation.untrained or conversation.recorded is not None:
+            digest.update(msgspec.msgpack.encode((sorted(conversation.untrained), conversation.recorded)))
     return digest.hexdigest()[:12]
 
 
@@ -126,6 +128,7 @@ def describe_plan(plan: SftPlan, config: SftConfig) -> list[str]:
     batch_forest = build_sft_forest(sampled[: config.batch_size], plan.renderer, roles, seq_len)
     lengths = np.array([forest.num_tokens for forest in forests])
     trained_share = sum(forest.count_by_component()["ce"] for forest in forests) / max(1, lengths.sum())
+    num_recorded = sum(has_recorded_tokens(conversation, plan.renderer) for _, conversation in sampled)
     truncated = sum(forest.dropped.num_truncated_tokens > 0 for forest in forests)
     ratio = batch_forest.flat_tokens / max(1, batch_forest.num_tokens)
     return [
@@ -134,5 +137,6 @@ def describe_plan(plan: SftPlan, config: SftConfig) -> list[str]:
         f"{format_count(plan.count_total_steps(config), 'step')} with batch size {config.batch_size}",
         f"of {len(forests)} sampled: {lengths.mean():.0f} tokens on average, {lengths.max()} at most, "
         f"{trained_share:.0%} trained, {truncated} truncated at {seq_len}",
+        *([f"{num_recorded} of them keep the tokens of their rollouts"] if num_recorded else []),
         f"{batch_forest.num_tokens} tokens per batch; {ratio:.2f} times as many without prefix sharing",
     ]
