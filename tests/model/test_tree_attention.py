@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig, MistralConfig
 
 from ramify.core.errors import ModelUnsupported
 from ramify.model.kernels.cpu.tree_attention import CpuTreeAttention, split_attention
-from ramify.model.pack_layout import PackLayout, choose_pack_layout
+from ramify.model.pack_layout import PackLayout, choose_pack_layout, describe_pack_layout
 from ramify.model.tree_attention import (
     BLOCK_SIZE,
     LENGTH_MULTIPLE,
@@ -25,7 +25,7 @@ from ramify.model.tree_attention import (
 from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
 from tests.support import reference_ops as reference
 from tests.support.forests import Size, group
-from tests.support.training import CONFIGS, HYBRID
+from tests.support.training import CONFIGS, SEQUENTIAL
 from tests.train.conftest import one_thread
 
 __all__ = ["one_thread"]  # a fixture
@@ -225,11 +225,16 @@ def test_memory_is_linear_in_the_tokens_of_a_tree():
     assert memory_growth < 300e6
 
 
-def test_models_with_recurrent_layers_get_chains():
+def test_models_with_unknown_recurrent_layers_get_chains():
     assert {choose_pack_layout(config) for config in CONFIGS.values()} == {PackLayout.FOREST}
-    assert choose_pack_layout(HYBRID) is PackLayout.CHAINS
-    for kind in ("mamba", "qwen3_next", "falcon_h1", "bamba", "rwkv"):
+    assert choose_pack_layout(SEQUENTIAL) is PackLayout.CHAINS
+    for kind in ("mamba", "minimax", "falcon_h1", "bamba", "rwkv"):
         assert choose_pack_layout(AutoConfig.for_model(kind)) is PackLayout.CHAINS, kind
+    for kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe"):
+        assert choose_pack_layout(AutoConfig.for_model(kind)) is PackLayout.FOREST, kind
+    wide = AutoConfig.for_model("lfm2", conv_L_cache=5, layer_types=["conv"], num_hidden_layers=1)
+    assert choose_pack_layout(wide) is PackLayout.CHAINS
+    assert describe_pack_layout(wide).startswith("chains: lfm2 has conv layers")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,17 @@ from random import Random
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Lfm2Config,
+    LlamaConfig,
+    MiniMaxConfig,
+    MistralConfig,
+    OlmoHybridConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from ramify.model.pack_layout import choose_pack_layout
 from ramify.trace import Annotation, Forest, build_forest
@@ -43,17 +53,57 @@ CONFIGS = {
         layer_types=["full_attention", "sliding_attention"],
     ),
 }
-HYBRID = Lfm2Config(
-    **{name: value for name, value in SIZES.items() if name != "intermediate_size"},
-    intermediate_size=96,
-    block_auto_adjust_ff_dim=False,
-    layer_types=["conv", "full_attention"],
+DELTA_NET = {
+    **SIZES,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+HYBRIDS = {  # as published, but narrower and with fewer layers
+    "qwen3_5": Qwen3_5TextConfig(
+        **DELTA_NET,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    ),
+    "qwen3_next": Qwen3NextConfig(
+        **DELTA_NET,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        norm_topk_prob=True,
+        partial_rotary_factor=0.5,
+    ),
+    "olmo_hybrid": OlmoHybridConfig(**{**DELTA_NET, "linear_num_value_heads": 2, "linear_value_head_dim": 32}),
+    "lfm2": Lfm2Config(**SIZES, block_auto_adjust_ff_dim=False, conv_L_cache=3, layer_types=["conv", "full_attention"]),
+}
+SEQUENTIAL = MiniMaxConfig(  # its layers read rows only
+    **SIZES,
+    head_dim=12,
+    num_local_experts=2,
+    num_experts_per_tok=2,
+    layer_types=["linear_attention", "full_attention"],
 )
 
 
 def build_model(config, attention: str, seed: int = 0):
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):  # decays as in a trained model: what a prefix leaves behind matters to its branches
+            torch.nn.init.uniform_(weight, -5.0, -1.0)
+    return model
 
 
 def copy_weights(trainer) -> dict[str, torch.Tensor]:

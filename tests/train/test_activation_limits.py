@@ -20,7 +20,7 @@ from ramify.train.token_stats import TokenStatsWriter, read_token_stats
 from ramify.train.trial import run_trial
 from tests.support.training import (
     CONFIGS,
-    HYBRID,
+    SEQUENTIAL,
     SINGLE_RANK,
     build_attempt,
     build_group,
@@ -51,7 +51,7 @@ def get_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     ("config", "layout", "compiled"),
     [
         (CONFIGS["mixed"], PackLayout.FOREST, False),
-        (HYBRID, PackLayout.CHAINS, False),
+        (SEQUENTIAL, PackLayout.CHAINS, False),
         (CONFIGS["qwen3"], PackLayout.FOREST, True),
     ],
 )
@@ -135,7 +135,7 @@ class Lowerings:
 
 
 def build_small_trainer(room: int, *, num_allocations: int = 0, shape: str = "llama", **options):
-    config = CONFIGS.get(shape, HYBRID)
+    config = CONFIGS.get(shape, SEQUENTIAL)
     layout = PackLayout.CHAINS if shape == "hybrid" else PackLayout.FOREST
     policy = SmallDevicePolicy(build_model(config, get_attention_name(layout)), layout, load_loss("dppo"))
     policy.room, policy.num_allocations = room, num_allocations
@@ -152,7 +152,7 @@ def test_a_failed_allocation_repeats_the_step_with_less_memory(room, recomputed,
     batches = [Batch.from_packs(step, build_packs(PACK_TOKENS, layout, step)) for step in range(3)]
     num_first = len(batches[0].packs)
     writer = TokenStatsWriter(tmp_path, 0)
-    expected = Trainer(build_policy(CONFIGS.get(shape, HYBRID)), TrainerConfig(optim=OPTIM))
+    expected = Trainer(build_policy(CONFIGS.get(shape, SEQUENTIAL)), TrainerConfig(optim=OPTIM))
     trainer = build_small_trainer(room, num_allocations=num_first + len(batches[1].packs) - 1, shape=shape)
     trainer.token_stats = writer
     for batch in batches:

@@ -17,7 +17,7 @@ from tests.support.forests import Attempt, Size, group
 from tests.support.runs import FULL
 from tests.support.training import (
     CONFIGS,
-    HYBRID,
+    SEQUENTIAL,
     SIZES,
     VOCAB,
     assert_same_gradients,
@@ -181,8 +181,8 @@ def test_two_identical_attempts_give_exactly_twice_the_gradient_of_one(shape):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_hybrid_model_gets_chains_with_the_flat_gradients(seed):
-    policy, model = build_policy(HYBRID, seed), build_model(HYBRID, "eager", seed)
+def test_a_model_with_unknown_recurrent_layers_gets_chains_with_the_flat_gradients(seed):
+    policy, model = build_policy(SEQUENTIAL, seed), build_model(SEQUENTIAL, "eager", seed)
     assert policy.layout is PackLayout.CHAINS
     parents = {"a": [-1, 0, 0, 0, 1, 1, 4], "b": [-1, 0, 1]}
     attempts = [build_attempt(Random(seed + i), name, nodes) for i, (name, nodes) in enumerate(parents.items())]

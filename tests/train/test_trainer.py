@@ -25,7 +25,16 @@ from ramify.train.metrics import FlopsModel, MetricSums, StepMetrics
 from ramify.train.model_inputs import build_model_inputs
 from ramify.train.optim import OptimizersContainer, compute_lr_factor, is_hidden_matrix
 from ramify.train.policy_model import load_policy
-from tests.support.training import CONFIGS, HYBRID, SINGLE_RANK, VOCAB, build_model, build_policy, copy_weights
+from tests.support.training import (
+    CONFIGS,
+    HYBRIDS,
+    SEQUENTIAL,
+    SINGLE_RANK,
+    VOCAB,
+    build_model,
+    build_policy,
+    copy_weights,
+)
 
 TIMINGS = ("train/seconds", "train/copy_wait_seconds", "train/tokens_per_second", "train/mfu")
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -252,13 +261,15 @@ def test_chain_cost_is_what_a_forest_would_save():
     forests = build_forests()
     unique = sum(forest.num_tokens for forest in forests)
     chains = pack_forests(forests, 1000, PackLayout.CHAINS)
-    metrics = Trainer(build_policy(HYBRID), TrainerConfig()).step(Batch.from_packs(0, chains)).to_dict()
+    metrics = Trainer(build_policy(SEQUENTIAL), TrainerConfig()).step(Batch.from_packs(0, chains)).to_dict()
     assert metrics["forest/chain_cost"] == pytest.approx(metrics["forest/tokens"] / unique, rel=0.01)  # of all groups
     assert metrics["forest/chain_cost"] > 1.5
-    assert "forest/chain_cost" not in make_trainer().step(Batch.from_packs(0, pack_forests(forests, 1000))).to_dict()
+    batch = Batch.from_packs(0, pack_forests(forests, 1000))
+    assert Trainer(build_policy(HYBRIDS["lfm2"]), TrainerConfig()).step(batch).to_dict()["forest/chain_cost"] == 1
+    assert "forest/chain_cost" not in make_trainer().step(batch).to_dict()
 
 
-@pytest.mark.parametrize("config", [CONFIGS["mixed"], HYBRID], ids=["forest", "chains"])
+@pytest.mark.parametrize("config", [CONFIGS["mixed"], SEQUENTIAL], ids=["forest", "chains"])
 def test_a_pack_without_targets_takes_part_in_the_step_and_changes_nothing(config):
     trainer = Trainer(build_policy(config), TrainerConfig())
     metrics = trainer.step(Batch(0, [make_padding_forest(16)], {"rl": 1, "ce": 1, "ref_kl": 1, "kl": 1}))
@@ -362,7 +373,8 @@ def test_building_a_trainer_logs_its_layout_and_dtype():
         "dtype: float32 (the default on a CPU)",
         "operators: tree attention in torch",
     ]
-    assert describe_pack_layout(HYBRID).startswith("chains: lfm2 has conv layers")
+    assert describe_pack_layout(SEQUENTIAL).startswith("chains: minimax has linear_attention layers")
+    assert describe_pack_layout(HYBRIDS["lfm2"]).endswith("the states of conv layers fork where it does")
     assert not trainer.step(Batch.from_packs(0, pack_forests(build_forests(), 100))).skipped
 
 

@@ -1,7 +1,8 @@
 """Which layout of training data a model can compute: forests or chains.
 
 Attention takes a mask, so it computes a forest as it is. A recurrent or convolution layer reads its row from left to
-right and cannot return to a fork; such a model gets every root-to-leaf path as a chain of its own. A model with an
+right and cannot return to a fork, unless it is one of `FOREST_RECURRENT_MODELS`, whose layers are replaced. Another
+model with such layers gets every root-to-leaf path as a chain of its own. A model with an
 attention feature that tree attention does not compute is rejected by name, before anything is loaded. Importable
 without torch.
 """
@@ -14,7 +15,11 @@ from ramify.core.errors import ModelUnsupported
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 TOKENWISE_LAYERS = {"sparse", "dense", "moe", "mlp"}  # layers that compute each token by itself
 SEQUENTIAL_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
+# Models whose recurrent layers `ramify.model.recurrent_layers` computes over forests.
+FOREST_RECURRENT_MODELS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe"}
 SEQUENTIAL_MODELS = {"rwkv", "xlstm"}  # models that do not list their layers
+CONV_WIDTH_SETTINGS = ("linear_conv_kernel_dim", "conv_L_cache")
+MAX_CONV_WIDTH = 4  # tokens that a convolution over a forest reads
 UNSUPPORTED_SETTINGS = {
     "attn_logit_softcapping": "softcapped attention scores",
     "final_logit_softcapping": "softcapped logits",
@@ -56,6 +61,8 @@ def choose_pack_layout(config: Any) -> PackLayout:
         raise ModelUnsupported(f"{model_type} has attention sinks, which the trainer does not compute")
     if config.is_encoder_decoder:
         raise ModelUnsupported(f"{model_type} has an encoder and a decoder; the trainer supports only decoders")
+    if has_forest_recurrence(text_config):
+        return PackLayout.FOREST
     if layer_types & SEQUENTIAL_LAYERS or model_type in SEQUENTIAL_MODELS:
         return PackLayout.CHAINS
     _check_attention_is_pluggable(config)
@@ -64,12 +71,21 @@ def choose_pack_layout(config: Any) -> PackLayout:
 
 def describe_pack_layout(config: Any) -> str:
     """Return the layout of a model and the reason, for a line at the start of a run."""
-    if choose_pack_layout(config) is PackLayout.FOREST:
-        return "forest: shared prefixes are computed once"
     text_config = config.get_text_config()
-    layers = ", ".join(sorted(_get_layer_types(text_config) & SEQUENTIAL_LAYERS)) or "recurrent"
+    layers = ", ".join(sorted(_get_layer_types(text_config) & SEQUENTIAL_LAYERS))
+    if choose_pack_layout(config) is PackLayout.FOREST:
+        forks = f"; the states of {layers} layers fork where it does" if layers else ""
+        return f"forest: shared prefixes are computed once{forks}"
+    layers = layers or "recurrent"
     reason = f"{text_config.model_type} has {layers} layers, which read from left to right"
     return f"chains: {reason}; every path is computed whole (forest/chain_cost is what that costs)"
+
+
+def has_forest_recurrence(text_config: Any) -> bool:
+    """Return whether a model has recurrent layers that compute forests."""
+    widths = (getattr(text_config, name, None) or 0 for name in CONV_WIDTH_SETTINGS)
+    is_sequential = bool(_get_layer_types(text_config) & SEQUENTIAL_LAYERS)
+    return is_sequential and text_config.model_type in FOREST_RECURRENT_MODELS and max(widths) <= MAX_CONV_WIDTH
 
 
 def get_per_layer_settings(text_config: Any) -> set[str]:

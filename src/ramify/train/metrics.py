@@ -103,7 +103,7 @@ class MetricSums:
     tokens: int = 0
     padding: int = 0
     flat_tokens: int = 0
-    unique_tokens: int = 0  # of packs of chains, with equal prefixes counted once; else 0
+    unique_tokens: int = 0  # of models with recurrent layers: equal prefixes count once; else 0
     flops: float = 0.0
     images: int = 0  # images that the vision tower encoded
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ramify.core.errors import ModelUnsupported
 from ramify.model.device_copy import copy_to_device
+from ramify.model.forest_recurrence import ForestRecurrence
 from ramify.model.images import ImageSpan, ProcessedImage, compute_positions
 from ramify.model.pack_layout import PackLayout
 from ramify.model.tree_attention import BLOCK_SIZE, TreeMask
@@ -142,6 +143,11 @@ class ModelInputs:
     tree_mask: TreeMask | None  # None if the rows are causal chains
     token_index: np.ndarray | None  # [tokens] flat index of each token, if there are several rows
     images: ImageInputs | None = None  # None if the pack holds no image
+
+    @cached_property
+    def recurrence(self) -> ForestRecurrence:
+        """What recurrent layers read; built on first use, because most models have none."""
+        return ForestRecurrence(self.forest, self.input_ids.device)
 
     @cached_property
     def head_inputs(self) -> HeadInputs:

@@ -23,6 +23,7 @@ from ramify.model.load import load_config, load_hf_model
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
 from ramify.model.lora import disable_adapters
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
+from ramify.model.recurrent_layers import add_forest_layers
 from ramify.model.resolve import fetch_model
 from ramify.model.tree_attention import ATTENTION_NAME, BLOCK_SIZE, get_sliding_windows
 from ramify.model.vision import build_image_inputs, get_vision_tower
@@ -54,6 +55,7 @@ class PolicyModel(nn.Module):
     Attributes:
         model: the transformers model.
         layout: how its packs are laid out, as trees or as chains.
+        has_recurrence: whether it has recurrent layers that read forests.
         sliding_windows: the attention windows of its layers; 0 is full attention.
         max_positions: the number of positions it supports, where longrope limits it.
         losses: the loss function of each component.
@@ -63,6 +65,7 @@ class PolicyModel(nn.Module):
     def __init__(self, model: Any, layout: PackLayout, rl_loss: LossFunction) -> None:
         super().__init__()
         self.model, self.layout = model, layout
+        self.has_recurrence = layout is PackLayout.FOREST and add_forest_layers(model) > 0
         self.tower = get_vision_tower(model)
         self.sliding_windows = get_sliding_windows(model.config)
         self.max_positions = get_longrope_limit(model.config.get_text_config())
@@ -137,7 +140,9 @@ class PolicyModel(nn.Module):
             problem = f"position {position} exceeds the longrope limit of {limit}"
             reason = "beyond it all angles change, which packs cannot represent"
             raise ModelUnsupported(f"{problem}: {reason}; lower seq_len")
-        tree_kwargs = {} if inputs.tree_mask is None else {"tree_mask": inputs.tree_mask}
+        tree_kwargs: dict[str, Any] = {} if inputs.tree_mask is None else {"tree_mask": inputs.tree_mask}
+        if self.has_recurrence:
+            tree_kwargs["seq_idx"] = inputs.recurrence
         if tree_kwargs and inputs.input_ids.is_cuda:
             recompute.set_triton_allocator()
         token_kwargs: dict[str, Any] = {"input_ids": inputs.input_ids}

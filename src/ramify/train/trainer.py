@@ -120,6 +120,8 @@ class Trainer:
         accumulator = MetricAccumulator(batch.step)
         if self.policy.layout is PackLayout.CHAINS:
             accumulator.add_unique_tokens(count_unique_tokens(batch.packs))
+        elif self.policy.has_recurrence:
+            accumulator.add_unique_tokens(sum(pack.num_tokens for pack in batch.packs))
         images = self.encode_images(batch.packs)
         for pack in batch.packs:
             inputs = self.prepare_inputs(pack, images)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from ramify.core.errors import ConfigInvalid, StorageFull
+from ramify.model.pack_layout import PackLayout
 from ramify.model.remote_weights import get_run_url
 from ramify.model.resolve import fetch_model
 from ramify.model.weights_manifest import PublishedAdapters
@@ -83,7 +84,7 @@ class TrainerProcess:
         token = FencingToken.from_number(registration.incarnation)
         checkpoints = CheckpointManager(config.storage_path / CHECKPOINTS_DIR, self.ranks, token=token, warn=self.log)
         incarnation, steps_done = registration.incarnation, registration.committed
-        last_saved_step = steps_done
+        last_saved_step, is_chains = steps_done, trainer.policy.layout is PackLayout.CHAINS
         if publisher is not None:
             if steps_done:
                 checkpoints.load(trainer, steps_done, name=registration.checkpoint, digest=registration.digest)
@@ -101,7 +102,7 @@ class TrainerProcess:
             if token_stats is not None:
                 with self.ranks.raise_together():
                     token_stats.write(metrics.step, token)
-            if metrics.chain_cost is not None and steps_done == registration.committed:
+            if metrics.chain_cost is not None and is_chains and steps_done == registration.committed:
                 sums, cost = metrics.sums, f"{metrics.chain_cost:.2f} times what a forest would compute"
                 self.log(f"chains: {sums.tokens} tokens computed for {sums.unique_tokens} unique ones, {cost}")
             steps_done += 1

@@ -1,0 +1,113 @@
+"""Segments of a forest in chunks, and the order in which a recurrent state passes through them.
+
+A chunk holds up to `size` tokens of one segment and continues the state of the chunk before it on its path. Only that
+is sequential: all else is computed for all chunks at once. Chunks are joined to *tracks*, as long as they can be; at a
+fork one child continues the track, and every other child starts a track of its own, in a later *round*. Tracks of a
+round are computed at the same time. A tree has few rounds, at most the logarithm of its chunks, even if it has hundreds
+of levels. Importable without torch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ramify.model.forest_segments import ForestSegments
+from ramify.trace.columns import Int32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForestChunks:
+    """The chunks of a pack, in its order."""
+
+    start: Int32Array  # [chunks] index of the first token
+    stop: Int32Array  # [chunks] index after the last token
+    previous: Int32Array  # [chunks] the chunk before on the path; -1 at a root
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @classmethod
+    def from_segments(cls, segments: ForestSegments, size: int) -> "ForestChunks":
+        """Divide each segment into chunks."""
+        counts = -(-(segments.stop - segments.start) // size)
+        last = np.cumsum(counts) - 1
+        offset = np.arange(counts.sum()) - np.repeat(last - counts + 1, counts)
+        start = np.repeat(segments.start, counts) + size * offset
+        stop = np.minimum(start + size, np.repeat(segments.stop, counts))
+        last_of_parent = np.append(last, -1)[segments.parent]
+        previous = np.where(offset > 0, np.arange(len(offset)) - 1, np.repeat(last_of_parent, counts))
+        return cls(*(array.astype(np.int32) for array in (start, stop, previous)))
+
+    def compute_depths(self) -> Int32Array:
+        """Return how many chunks are above each chunk."""
+        depths: list[int] = []
+        for previous in self.previous.tolist():
+            depths.append(depths[previous] + 1 if previous >= 0 else 0)
+        return np.array(depths, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkTracks:
+    """The tracks of a pack, by round; tracks that begin at the same fork are neighbours.
+
+    The tracks of round 0 begin at roots, every other track at a fork.
+    """
+
+    chunk: Int32Array  # [chunks] the chunks of the first track, of the second, ...
+    first: Int32Array  # [tracks + 1] where the chunks of each track begin
+    fork: Int32Array  # [tracks] the fork where it begins; -1 at a root
+    fork_of_chunk: Int32Array  # [chunks] the fork after a chunk, at which further tracks begin; -1 if there is none
+    fork_first: Int32Array  # [forks + 1] the first track of each fork
+    round_first: Int32Array  # [rounds + 1] the first track of each round
+
+    @classmethod
+    def from_chunks(cls, chunks: ForestChunks) -> "ChunkTracks":
+        """Join chunks to tracks: at a fork the child with the most chunks below it continues the track."""
+        count, previous = len(chunks), chunks.previous.tolist()
+        size, successor = [1] * count, [-1] * count  # chunks in the subtree, and the next chunk of the track
+        for chunk in range(count - 1, -1, -1):
+            if (above := previous[chunk]) < 0:
+                continue
+            size[above] += size[chunk]
+            if successor[above] < 0 or size[chunk] >= size[successor[above]]:  # of equal children the first
+                successor[above] = chunk
+        rounds, heads = [0] * count, list[int]()
+        for chunk in range(count):
+            above = previous[chunk]
+            continues = above >= 0 and successor[above] == chunk
+            rounds[chunk] = 0 if above < 0 else rounds[above] + (not continues)
+            if not continues:
+                heads.append(chunk)
+        heads.sort(key=lambda head: (rounds[head], previous[head]))
+        order, first = list[int](), [0]
+        for head in heads:
+            while head >= 0:
+                order.append(head)
+                head = successor[head]
+            first.append(len(order))
+        num_roots = sum(previous[head] < 0 for head in heads)
+        fork_chunks = [previous[head] for head in heads[num_roots:]]
+        is_new_fork = np.diff(np.array(fork_chunks, np.int64), prepend=-1) != 0
+        fork_of_chunk = np.full(count, -1, np.int32)
+        fork_of_chunk[np.array(fork_chunks, np.int64)[is_new_fork]] = np.arange(np.count_nonzero(is_new_fork))
+        track_rounds = np.array([rounds[head] for head in heads], np.int64)
+        arrays = (
+            order,
+            first,
+            np.concatenate([np.full(num_roots, -1), np.cumsum(is_new_fork) - 1]),
+            fork_of_chunk,
+            np.append(num_roots + np.flatnonzero(is_new_fork), len(heads)),
+            np.searchsorted(track_rounds, np.arange(track_rounds.max(initial=-1) + 2)),
+        )
+        return cls(*(np.asarray(array, np.int32) for array in arrays))
+
+
+def find_ancestors(segments: ForestSegments, count: int) -> Int32Array:
+    """Return the tokens 1, 2, ... `count` before each token on its path, [tokens, count]; -1 before the root."""
+    num_tokens = int(segments.stop[-1]) if len(segments) else 0
+    before = np.append(np.arange(-1, num_tokens - 1), -1)  # the last entry: nothing is before -1
+    before[segments.start] = np.append(segments.stop - 1, -1)[segments.parent]
+    columns = [before[:num_tokens]]
+    while len(columns) < count:
+        columns.append(before[columns[-1]])
+    return np.stack(columns, 1).astype(np.int32)

@@ -1,0 +1,114 @@
+"""Layers of transformers with a recurrent state or a convolution, over forests.
+
+`add_forest_layers` makes such layers of a model instances of a subclass of their class. Parameters, their names and
+submodules stay; only `forward` differs, and only if it gets `seq_idx`, the argument by which models tell these layers
+which tokens belong together: here a `ForestRecurrence`. Without it a layer runs its own code.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from transformers.activations import ACT2FN
+
+from ramify.model.forest_recurrence import ForestRecurrence
+
+NORM_EPS = 1e-6  # of the norms of queries and keys, as in transformers
+
+
+class ForestLayer:
+    """The part of a layer's class that reads forests."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, seq_idx: Any = None, **kwargs: Any) -> Any:
+        """Return the output of each token, [1, tokens, width]."""
+        if not isinstance(seq_idx, ForestRecurrence):
+            own_kwargs = kwargs if seq_idx is None else {**kwargs, "seq_idx": seq_idx}
+            return super().forward(hidden_states, *args, **own_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return self.forward_forest(hidden_states.squeeze(0), seq_idx).unsqueeze(0)
+
+
+class ForestDeltaNet(ForestLayer):
+    """A gated delta net: projections, a convolution, the gated delta rule, a gated norm."""
+
+    def forward_forest(self: Any, rows: Tensor, recurrence: ForestRecurrence) -> Tensor:
+        """Return the output of each token, [tokens, width]."""
+        mixed, gate, strength, step_size = self.project(rows)
+        mixed = ACT2FN[self.activation](recurrence.convolve(mixed, self.conv1d.weight, self.conv1d.bias))
+        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], -1)
+        query, key = (_normalize(heads.unflatten(1, (-1, self.head_k_dim))) for heads in (query, key))
+        log_decay = -self.A_log.float().exp() * F.softplus(step_size.float() + self.dt_bias)
+        value = value.unflatten(1, (-1, self.head_v_dim))
+        out = recurrence.gated_delta_rule(query, key, value, log_decay, strength)
+        return self.merge_heads(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim), len(rows))
+
+    def merge_heads(self: Any, out: Tensor, gate: Tensor, num_tokens: int) -> Tensor:
+        """Apply the gated norm and the output projection."""
+        return self.out_proj(self.norm(out, gate).view(num_tokens, -1))
+
+
+class ForestQwen3NextDeltaNet(ForestDeltaNet):
+    """The gated delta net of Qwen3-Next, whose projections are grouped by key head."""
+
+    def project(self: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys and values in one row, gates, strengths and step sizes."""
+        projected = self.in_proj_qkvz(rows[None]), self.in_proj_ba(rows[None])
+        query, key, value, gate, b, a = self.fix_query_key_value_ordering(*projected)
+        mixed = torch.cat([part.squeeze(0).flatten(1) for part in (query, key, value)], -1)
+        return mixed, gate, b.squeeze(0).sigmoid(), a.squeeze(0)
+
+
+class ForestQwen35DeltaNet(ForestDeltaNet):
+    """The gated delta net of Qwen3.5, with a projection for each part."""
+
+    def project(self: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys and values in one row, gates, strengths and step sizes."""
+        return self.in_proj_qkv(rows), self.in_proj_z(rows), self.in_proj_b(rows).sigmoid(), self.in_proj_a(rows)
+
+
+class ForestOlmoDeltaNet(ForestDeltaNet):
+    """The gated delta net of OLMo Hybrid, whose strengths may go up to 2."""
+
+    def project(self: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys and values in one row, gates, strengths and step sizes."""
+        mixed = torch.cat([self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)], -1)
+        strength = self.b_proj(rows).sigmoid() * (2.0 if self.allow_neg_eigval else 1.0)
+        return mixed, self.g_proj(rows), strength, self.a_proj(rows)
+
+    def merge_heads(self: Any, out: Tensor, gate: Tensor, num_tokens: int) -> Tensor:
+        """Apply the gated norm and the output projection."""
+        return self.o_proj(self.o_norm(out, gate).view(num_tokens, -1))
+
+
+class ForestShortConv(ForestLayer):
+    """The gated short convolution of LFM2."""
+
+    def forward_forest(self: Any, rows: Tensor, recurrence: ForestRecurrence) -> Tensor:
+        """Return the output of each token, [tokens, width]."""
+        gate_in, gate_out, values = self.in_proj(rows).chunk(3, -1)
+        return self.out_proj(gate_out * recurrence.convolve(gate_in * values, self.conv.weight, self.conv.bias))
+
+
+FOREST_LAYERS: dict[str, type[ForestLayer]] = {
+    "Qwen3NextGatedDeltaNet": ForestQwen3NextDeltaNet,
+    "Qwen3_5GatedDeltaNet": ForestQwen35DeltaNet,
+    "Qwen3_5MoeGatedDeltaNet": ForestQwen35DeltaNet,
+    "OlmoHybridGatedDeltaNet": ForestOlmoDeltaNet,
+    "Lfm2ShortConv": ForestShortConv,
+    "Lfm2MoeShortConv": ForestShortConv,
+}
+
+
+def add_forest_layers(model: nn.Module) -> int:
+    """Let the recurrent layers of a model read forests; returns their number."""
+    layers = [module for module in model.modules() if type(module).__name__ in FOREST_LAYERS]
+    for layer in layers:
+        own_class = type(layer)
+        layer.__class__ = type(f"Forest{own_class.__name__}", (FOREST_LAYERS[own_class.__name__], own_class), {})
+    return len(layers)
+
+
+def _normalize(heads: Tensor) -> Tensor:
+    """Return vectors of length 1, computed in float32."""
+    wide = heads.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPS)).to(heads.dtype)

@@ -1,0 +1,110 @@
+"""The gated delta rule over a forest is the recurrence of transformers along each path."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from ramify.model.delta_rule import ChunkBatch, gated_delta_rule, gated_delta_step
+from ramify.model.forest_chunks import ForestChunks
+from ramify.model.forest_segments import ForestSegments
+
+LENGTHS, PARENTS = [70, 3, 40, 1, 9, 130, 5], [-1, 0, 1, 1, 0, -1, 5]  # of segments: two trees
+KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
+
+
+def build_segments(lengths: list[int], parents: list[int]) -> ForestSegments:
+    stop = np.cumsum(lengths)
+    levels: list[int] = []
+    for parent in parents:
+        levels.append(levels[parent] + 1 if parent >= 0 else 0)
+    arrays = (stop - lengths, stop, parents, levels)
+    return ForestSegments(*(np.array(array, np.int32) for array in arrays))
+
+
+def build_inputs(num_tokens: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """Return queries, keys, values, log decays and strengths."""
+    torch.manual_seed(0)
+    query, key = (torch.randn(num_tokens, KEY_HEADS, KEY_DIM, dtype=torch.float64) for _ in range(2))
+    inputs = [
+        query / query.norm(dim=-1, keepdim=True),
+        key / key.norm(dim=-1, keepdim=True),
+        torch.randn(num_tokens, HEADS, VALUE_DIM, dtype=torch.float64),
+        -torch.rand(num_tokens, HEADS, dtype=torch.float64) / 4,
+        torch.rand(num_tokens, HEADS, dtype=torch.float64),
+    ]
+    return [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
+
+
+def list_leaf_paths(segments: ForestSegments) -> list[Tensor]:
+    """Return the tokens of each path from a root to a leaf."""
+    paths: list[np.ndarray] = []
+    for start, stop, parent in zip(segments.start, segments.stop, segments.parent):
+        own = np.arange(start, stop)
+        paths.append(np.concatenate([paths[parent], own]) if parent >= 0 else own)
+    leaves = set(range(len(segments))) - set(segments.parent.tolist())
+    return [torch.from_numpy(paths[leaf]) for leaf in sorted(leaves)]
+
+
+def compute_by_paths(segments: ForestSegments, inputs: list[Tensor]) -> Tensor:
+    """Return the output of each token, by the recurrence in float64."""
+    value = inputs[2]
+    out = torch.zeros_like(value)
+    is_done = torch.zeros(len(value), dtype=torch.bool)
+    for path in list_leaf_paths(segments):
+        state = value.new_zeros(1, HEADS, KEY_DIM, VALUE_DIM)
+        rows = []
+        for token in path.tolist():
+            token_inputs = [tensor[token][None] for tensor in inputs]
+            row, state = gated_delta_step(*token_inputs, state)
+            rows.append(row)
+        new = ~is_done[path]
+        out = out.index_put((path[new],), torch.cat(rows)[new])
+        is_done[path] = True
+    return out
+
+
+@pytest.mark.parametrize("size", [1, 16, 64])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-13)])
+def test_a_forest_has_the_outputs_and_gradients_of_its_paths(size, dtype, tolerance):
+    segments = build_segments(LENGTHS, PARENTS)
+    inputs, exact_inputs = (build_inputs(sum(LENGTHS), kind) for kind in (dtype, torch.float64))
+    batch = ChunkBatch.from_chunks(ForestChunks.from_segments(segments, size))
+    out, exact = gated_delta_rule(*inputs, batch), compute_by_paths(segments, exact_inputs)
+    assert out.dtype == dtype
+    gradient = torch.randn_like(exact)
+    pairs = [(out, exact)]
+    pairs += zip(
+        torch.autograd.grad(out, inputs, gradient.to(dtype)), torch.autograd.grad(exact, exact_inputs, gradient)
+    )
+    for actual, expected in pairs:
+        assert (actual - expected).norm() <= tolerance * expected.norm()
+
+
+def test_a_step_is_a_step_of_transformers():
+    query, key, value, log_decay, strength = (tensor.detach() for tensor in build_inputs(9, torch.float32))
+    repeated = [tensor.repeat_interleave(HEADS // KEY_HEADS, 1)[None] for tensor in (query, key)]
+    expected, last = torch_recurrent_gated_delta_rule(
+        *repeated, value[None], g=log_decay[None], beta=strength[None], output_final_state=True
+    )
+    state, rows = torch.zeros(1, HEADS, KEY_DIM, VALUE_DIM), []
+    for start, stop in pairwise(range(10)):
+        row, state = gated_delta_step(*(t[start:stop] for t in (query, key, value, log_decay, strength)), state)
+        rows.append(row)
+    torch.testing.assert_close(torch.cat(rows), expected[0])
+    torch.testing.assert_close(state, last)
+
+
+def test_hundreds_of_levels_are_computed():
+    levels = 250
+    lengths, parents = [3] * (2 * levels), [-1] + [2 * ((index - 1) // 2) for index in range(1, 2 * levels)]
+    segments = build_segments(lengths, parents)
+    inputs = [tensor.detach() for tensor in build_inputs(sum(lengths), torch.float64)]
+    out = gated_delta_rule(*inputs, ChunkBatch.from_chunks(ForestChunks.from_segments(segments, 64)))
+    path = list_leaf_paths(segments)[-1]
+    chain = build_segments([len(path)], [-1])
+    alone = gated_delta_rule(*(t[path] for t in inputs), ChunkBatch.from_chunks(ForestChunks.from_segments(chain, 64)))
+    torch.testing.assert_close(out[path], alone)

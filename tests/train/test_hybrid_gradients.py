@@ -1,0 +1,132 @@
+"""Recurrent layers give a forest the gradients of its paths, one by one in transformers' own code."""
+
+from random import Random
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ramify.model.lora import add_adapters
+from ramify.trace import build_forest, concat_forests, make_padding_forest
+from ramify.train import pack_forests
+from ramify.train.recompute import recompute_layers
+from tests.support.runs import FULL
+from tests.support.training import (
+    HYBRIDS,
+    TrainResult,
+    assert_same_gradients,
+    build_attempt,
+    build_group,
+    build_model,
+    build_policy,
+    count_entries,
+    get_gradients,
+    train_flat,
+    train_forest,
+)
+
+pytestmark = pytest.mark.promise
+
+TOLERANCE = 3e-5
+CASES = {
+    "branches": lambda rng: [build_attempt(rng, "a", [-1, 0, 0, 0, 1, 1, 4, 4, 4])],
+    "roots": lambda rng: [build_attempt(rng, "a", [-1, 0, -1, 2, 2, -1, 5, 0], tokens=3)],  # shorter than convolutions
+    "group": lambda rng: build_group(rng, 3, [-1, 0, 1, 0], tokens=50),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", HYBRIDS)
+def test_a_forest_and_its_packs_give_the_flat_gradients(shape, case):
+    attempts = CASES[case](Random(2))
+    forest = build_forest([attempt.sample() for attempt in attempts])
+    counts = forest.count_by_component()
+    policy = build_policy(HYBRIDS[shape])
+    flat = train_flat(build_model(HYBRIDS[shape], "eager"), attempts, counts)
+    padded = concat_forests([forest, make_padding_forest(7)])
+    assert_same_gradients(train_forest(policy, [padded], counts), flat, TOLERANCE)
+    packs = pack_forests([forest], len(forest) // 2)
+    assert len(packs) > 1
+    assert_same_gradients(train_forest(policy, packs, counts), flat, TOLERANCE)
+    recompute_layers(policy.model, 2)
+    flat_packs = pack_forests([forest], 200, flat=True)
+    assert_same_gradients(train_forest(policy, flat_packs, counts), flat, TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", ["qwen3_5", "lfm2"])
+def test_a_pack_of_several_groups_gives_the_flat_gradients(shape):
+    groups = [build_group(Random(seed), 2, [-1, 0, 1, 0], tokens=9 + seed) for seed in range(3)]
+    forests = [build_forest([attempt.sample() for attempt in group]) for group in groups]
+    packs = pack_forests(forests, 200)
+    assert len(packs) < len(groups)
+    counts = count_entries(forests)
+    attempts = [attempt for group in groups for attempt in group]
+    flat = train_flat(build_model(HYBRIDS[shape], "eager"), attempts, counts)
+    assert_same_gradients(train_forest(build_policy(HYBRIDS[shape]), packs, counts), flat, TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", HYBRIDS)
+def test_adapters_in_recurrent_layers_get_the_gradients_of_flat_packs(shape):
+    policy = build_policy(HYBRIDS[shape])
+    add_adapters(policy.model, 4, 8.0, [])
+    for name, weight in policy.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    forest = build_forest([attempt.sample() for attempt in CASES["group"](Random(0))])
+    counts = forest.count_by_component()
+    flat = train_forest(policy, pack_forests([forest], 1000, flat=True), counts)
+    trained = {name.split(".")[3] for name in flat.gradients}
+    assert {"conv"} < trained if shape == "lfm2" else {"linear_attn"} < trained
+    flat.abs_loss = abs(flat.loss)
+    assert_same_gradients(train_forest(policy, [forest], counts), flat, TOLERANCE)
+
+
+class Float64Mode(TorchFunctionMode):
+    """Computes in float64 what code computes in float32 whatever the dtype of its inputs is."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        wide = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **wide)
+
+
+@pytest.mark.parametrize("shape", ["qwen3_5", "olmo_hybrid", "lfm2"])  # the experts of the other are float32 only
+def test_a_forest_is_as_near_to_float64_as_flat_paths(shape):
+    errors = {"forest": 0.0, "flat": 0.0}
+    for seed in range(60 if FULL else 5):  # of one seed, errors differ by a fifth
+        attempts = build_group(Random(seed), 3, [-1, 0, 1, 0], tokens=40)
+        forest = build_forest([attempt.sample() for attempt in attempts])
+        counts = forest.count_by_component()
+        policy, model = build_policy(HYBRIDS[shape], seed), build_model(HYBRIDS[shape], "eager", seed)
+        results = {
+            "forest": train_forest(policy, [forest], counts),
+            "flat": train_forest(policy, pack_forests([forest], len(forest), flat=True), counts),
+        }
+        with Float64Mode():
+            exact = train_flat(model.double(), attempts, counts).gradients
+        for kind, result in results.items():
+            errors[kind] += measure_error(result, exact)
+    assert errors["forest"] <= (1.05 if FULL else 1.2) * errors["flat"]
+
+
+def measure_error(result: TrainResult, exact: dict[str, torch.Tensor]) -> float:
+    """Return the error of the gradient of all weights together."""
+    assert {gradient.dtype for gradient in exact.values()} == {torch.float64}
+    squares = sum(float((result.gradients[name] - gradient).square().sum()) for name, gradient in exact.items())
+    return (squares / sum(float(gradient.square().sum()) for gradient in exact.values())) ** 0.5
+
+
+def test_a_model_of_hundreds_of_levels_gives_the_gradients_of_flat_packs():
+    """An agent of many turns, of which each leaves a branch behind."""
+    turns = 60 if FULL else 20
+    parents = [-1, *(2 * ((node - 1) // 2) for node in range(1, 2 * turns))]
+    attempts = [build_attempt(Random(0), "a", parents, tokens=4)]
+    forest = build_forest([attempt.sample() for attempt in attempts])
+    counts = forest.count_by_component()
+    policy = build_policy(HYBRIDS["qwen3_5"])
+    flat = train_forest(policy, pack_forests([forest], 2000, flat=True), counts)
+    flat.abs_loss = abs(flat.loss)
+    assert_same_gradients(train_forest(policy, [forest], counts), flat, TOLERANCE)
+    assert get_gradients(policy.model).keys() == flat.gradients.keys()
