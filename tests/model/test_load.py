@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,6 @@ def test_layers_with_different_kv_heads_are_rejected(tmp_path):
         ("bert", "attends to later tokens"),
         ("diffllama", "computes attention twice"),
         ("jetmoe", "heads that differ from its config"),
-        ("gemma2", "softcap"),
     ],
 )
 def test_unsupported_attention_is_rejected(model_type, message, tmp_path):
@@ -62,9 +62,19 @@ def test_unsupported_attention_is_rejected(model_type, message, tmp_path):
         build_core(write_random_model(model_type, tmp_path))
 
 
-@pytest.mark.parametrize("model_type", ["afmoe", "phi3", "opt", *HYBRIDS])
+OWN_CODE: dict[str, dict[str, Any]] = {
+    "afmoe": {},
+    "phi3": {},
+    "opt": {},
+    "gpt_oss": {"initializer_range": 0.3, "sliding_window": 9},
+    "gemma2": {"initializer_range": 0.3, "sliding_window": 9, "attn_logit_softcapping": 1.0},
+    **HYBRIDS,
+}
+
+
+@pytest.mark.parametrize("model_type", OWN_CODE)
 def test_model_without_fused_forward_runs_its_own_code(model_type, tmp_path):
-    settings = HYBRIDS.get(model_type, {})
+    settings = OWN_CODE[model_type]
     core = build_core(write_random_model(model_type, tmp_path, **settings), max_num_batched_tokens=16)
     requests = [
         core.create_request([5, 6, 7 + index] * 5, SamplingParams(max_tokens=5, seed=index)) for index in range(3)

@@ -9,6 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ramify.core.errors import ModelUnsupported
 from ramify.infer.request import SamplingParams
+from ramify.model.logit_transform import LogitTransform
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks
@@ -69,6 +70,23 @@ def test_trainer_rejects_differing_logprobs(tmp_path):
     LlamaWithHeadLayer(HeadLayerConfig(**SIZES)).save_pretrained(tmp_path / "other")
     with pytest.raises(ModelUnsupported, match=r"LlamaWithHeadLayer: .* logprobs of check tokens differ by"):
         load_policy(tmp_path / "other", load_loss("dppo"), device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("gemma2", {"final_logit_softcapping": 2.0}),
+        ("cohere", {"logit_scale": 0.3}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("granite_swa", {"logits_scaling": 3.0}),
+        ("hyperclovax", {"logits_scaling": 3.0}),
+        ("recurrent_gemma", {"logits_soft_cap": 1.0, "block_types": ["recurrent", "attention"]}),
+    ],
+)
+def test_trainer_scales_and_caps_logits_as_the_model_does(model_type, settings, tmp_path):
+    write_random_model(model_type, tmp_path, initializer_range=0.3, **settings)
+    policy = load_policy(tmp_path, load_loss("dppo"), device=torch.device("cpu"))
+    assert policy.logit_transform != LogitTransform()
 
 
 def test_engine_rejects_other_position_numbering(models):

@@ -16,10 +16,13 @@ def tree_attention(
     position: Tensor,
     scale: float | None = None,
     window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of [1, heads, tokens, head_dim] queries: query q sees key k iff k <= q < end[k].
 
     Keys and values may have fewer heads. With a `window`, `position[q] - position[k] < window` must hold as well.
+    `softcap` limits scores by a tanh; `sinks` [heads] are the scores of a key with the value 0.
     """
     token = torch.arange(len(end), device=end.device)
     visible = (token[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
@@ -27,7 +30,14 @@ def tree_attention(
         visible &= position[:, None] - position[None, :] < window
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
+    if not softcap and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(-1, -1, len(end), 1)], -1)
+    return scores.softmax(-1)[..., : len(end)] @ value
 
 
 def add_norm_products(

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MiniMaxConfig,
@@ -51,6 +53,12 @@ CONFIGS = {
         use_sliding_window=True,
         sliding_window=9,
         layer_types=["full_attention", "sliding_attention"],
+    ),
+    "sinks": GptOssConfig(
+        **SIZES, head_dim=16, sliding_window=9, attention_bias=False, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "softcaps": Gemma2Config(
+        **SIZES, head_dim=16, sliding_window=9, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
     ),
 }
 DELTA_NET = {
@@ -133,7 +141,7 @@ def train_forest(module: PolicyModel, packs: Iterable[Forest], counts: dict[str,
     module.zero_grad(set_to_none=True)
     loss, tokens = 0.0, 0
     for pack in packs:
-        inputs = build_model_inputs(pack, layout=module.layout, sliding_windows=module.sliding_windows)
+        inputs = build_model_inputs(pack, layout=module.layout, attention=module.attention)
         output = module(inputs, counts)
         output.loss.backward()
         loss, tokens = loss + float(output.loss.detach()), tokens + inputs.input_ids.numel()

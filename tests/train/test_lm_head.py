@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from ramify.model.logit_transform import LogitTransform
 from ramify.train import lm_head
-from ramify.train.lm_head import compute_logprobs
+from ramify.train.lm_head import compute_logprobs, compute_logprobs_with_top_ids
 
 ROWS, WIDTH, VOCAB = 37, 8, 23
 
@@ -35,6 +36,27 @@ def test_logprob_entropy_and_gradients_at_each_rows_temperature(chunked, with_bi
     assert not entropy.requires_grad
     grad = torch.randn(ROWS)
     actual_grads, expected_grads = (torch.autograd.grad(output, inputs, grad) for output in (logprob, expected))
+    for actual_grad, expected_grad in zip(actual_grads, expected_grads):
+        torch.testing.assert_close(actual_grad, expected_grad)
+
+
+@pytest.mark.parametrize("transform", [LogitTransform(scale=0.3), LogitTransform(cap=2.0), LogitTransform(1.7, 1.5)])
+def test_a_scale_and_a_soft_cap_have_exact_gradients(chunked, transform):
+    hidden, weight, bias, target_ids, temperature = build_inputs(True)
+    top_ids = torch.randint(VOCAB, (ROWS, 3))
+    logits = transform.scale * torch.nn.functional.linear(hidden, weight, bias)
+    logits = transform.cap * torch.tanh(logits / transform.cap) if transform.cap else logits
+    all_logprobs = (logits / temperature[:, None]).log_softmax(-1)
+    expected = all_logprobs.gather(1, torch.cat([target_ids[:, None], top_ids], 1))
+    columns = target_ids, temperature, top_ids
+    logprob, entropy, top_logprob = compute_logprobs_with_top_ids(hidden, weight, bias, *columns, transform)
+    actual = torch.cat([logprob[:, None], top_logprob], 1)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(entropy, -(all_logprobs.exp() * all_logprobs).sum(-1).detach())
+    grad = torch.randn(ROWS, 4)
+    actual_grads, expected_grads = (
+        torch.autograd.grad(output, (hidden, weight, bias), grad) for output in (actual, expected)
+    )
     for actual_grad, expected_grad in zip(actual_grads, expected_grads):
         torch.testing.assert_close(actual_grad, expected_grad)
 

@@ -20,20 +20,8 @@ FOREST_RECURRENT_MODELS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "ol
 SEQUENTIAL_MODELS = {"rwkv", "xlstm"}  # models that do not list their layers
 CONV_WIDTH_SETTINGS = ("linear_conv_kernel_dim", "conv_L_cache")
 MAX_CONV_WIDTH = 4  # tokens that a convolution over a forest reads
-UNSUPPORTED_SETTINGS = {
-    "attn_logit_softcapping": "softcapped attention scores",
-    "final_logit_softcapping": "softcapped logits",
-    "logits_soft_cap": "softcapped logits",
-    "output_logit_soft_cap": "softcapped logits",
-    "logit_scale": "scaled logits",
-    "logits_scaling": "scaled logits",
-    "lm_head_multiplier": "scaled logits",
-    "output_multiplier": "scaled logits",
-    "logits_mup_width_multiplier": "scaled logits",
-    "kv_lora_rank": "latent keys and values",
-}
 VISION_MODEL_TYPES = {"idefics3", "smolvlm", "qwen3_vl"}  # vision-language models whose images are read
-MODELS_WITH_SINKS = {"gpt_oss"}
+MODELS_WITH_SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa"}
 TRAINER_UNIFORM_SETTINGS = {"head_dim", "num_attention_heads", "sliding_window"}  # one value for all layers
 
 
@@ -50,15 +38,14 @@ def choose_pack_layout(config: Any) -> PackLayout:
     model_type, layer_types = text_config.model_type, _get_layer_types(text_config)
     if unknown := sorted(layer_types - ATTENTION_LAYERS - TOKENWISE_LAYERS - SEQUENTIAL_LAYERS):
         raise ModelUnsupported(f"{model_type} has layers that the trainer does not know: {', '.join(unknown)}")
-    for name, feature in UNSUPPORTED_SETTINGS.items():
-        if getattr(text_config, name, None) not in (None, 1, 1.0):
-            raise ModelUnsupported(f"{model_type} has {feature} ({name}), which the trainer does not compute")
+    if getattr(text_config, "kv_lora_rank", None):
+        raise ModelUnsupported(
+            f"{model_type} has latent keys and values (kv_lora_rank), which the trainer does not compute"
+        )
     if varying := sorted(get_per_layer_settings(text_config) & TRAINER_UNIFORM_SETTINGS):
         raise ModelUnsupported(
             f"{model_type} has layers that differ in {', '.join(varying)}, which the trainer does not compute"
         )
-    if model_type in MODELS_WITH_SINKS:
-        raise ModelUnsupported(f"{model_type} has attention sinks, which the trainer does not compute")
     if config.is_encoder_decoder:
         raise ModelUnsupported(f"{model_type} has an encoder and a decoder; the trainer supports only decoders")
     if has_forest_recurrence(text_config):
@@ -86,6 +73,12 @@ def has_forest_recurrence(text_config: Any) -> bool:
     widths = (getattr(text_config, name, None) or 0 for name in CONV_WIDTH_SETTINGS)
     is_sequential = bool(_get_layer_types(text_config) & SEQUENTIAL_LAYERS)
     return is_sequential and text_config.model_type in FOREST_RECURRENT_MODELS and max(widths) <= MAX_CONV_WIDTH
+
+
+def has_plain_scores(text_config: Any) -> bool:
+    """Return whether attention is a softmax of products, without sinks or a soft cap."""
+    has_softcap = getattr(text_config, "attn_logit_softcapping", None) is not None
+    return not has_softcap and text_config.model_type not in MODELS_WITH_SINKS
 
 
 def get_per_layer_settings(text_config: Any) -> set[str]:

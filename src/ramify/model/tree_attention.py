@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from ramify.model.device_copy import copy_to_device
 from ramify.model.kernels.cpu.tree_attention import CpuTreeAttention, PartialAttention, split_attention
 from ramify.model.kernels.paged_attention import reject_unsupported_arguments, unsupported_attention
+from ramify.model.pack_layout import has_plain_scores
 from ramify.trace.columns import Int32Array
 
 MIN_CHAIN_TOKENS = 8192  # shorter chains are faster in the tree kernels
@@ -80,6 +81,20 @@ BLOCK_SIZE = 64  # tokens; small, because branches begin and end anywhere, which
 LONG_LIST_FACTOR = 4  # a list is very long if it has this many times the mean number of blocks
 
 
+class AttentionSettings(NamedTuple):
+    """What a mask depends on: the sliding windows of the layers (0 is none), and whether scores have no cap or sink."""
+
+    windows: frozenset[int] = frozenset({0})
+    plain_scores: bool = True
+
+
+def read_attention_settings(config: Any) -> AttentionSettings:
+    """Return the settings of a model: the windows that its layers may request, and always full attention."""
+    text_config = config.get_text_config()
+    window = getattr(text_config, "sliding_window", None) or 0
+    return AttentionSettings(frozenset({0, window}), has_plain_scores(text_config))
+
+
 class TreeMask:
     """Which tokens of a pack see which, in the form that the device needs, for each sliding window of the model."""
 
@@ -88,14 +103,15 @@ class TreeMask:
         end: Int32Array,
         position: Int32Array,
         device: torch.device,
-        sliding_windows: frozenset[int] = frozenset({0}),
+        settings: AttentionSettings = AttentionSettings(),  # noqa: B008 - immutable
     ) -> None:
         depth = position if position.ndim == 1 else position[0]
-        self.has_windows = any(sliding_windows)
-        self.chain_lengths = None if self.has_windows or device.type == "cpu" else ChainLengths.from_ends(end)
+        self.has_windows, self.plain_scores = any(settings.windows), settings.plain_scores
+        can_have_chains = device.type != "cpu" and self.plain_scores and not self.has_windows
+        self.chain_lengths = ChainLengths.from_ends(end) if can_have_chains else None
         self.block_masks: dict[int, BlockMask] = {}
         self.partial_attentions: dict[int, list[PartialAttention]] = {}
-        for window in sliding_windows:
+        for window in settings.windows:
             if device.type == "cpu":
                 effective_window = window if window and depth.max(initial=0) >= window else 0
                 self.partial_attentions[window] = split_attention(end, depth, effective_window)
@@ -108,11 +124,6 @@ def describe_tree_attention(device: torch.device) -> str:
     if device.type == "cpu":
         return "tree attention in torch"
     return "tree attention in Triton, cuDNN for long chains"
-
-
-def get_sliding_windows(config: Any) -> frozenset[int]:
-    """Return the sliding windows that layers of a model may request; 0 is attention without one."""
-    return frozenset({0, getattr(config.get_text_config(), "sliding_window", None) or 0})
 
 
 class BlockMask(NamedTuple):
@@ -175,9 +186,14 @@ def tree_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     tree_mask: TreeMask | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention; transformers calls this in every layer, with the `tree_mask` that the model's forward got."""
+    """Compute attention; transformers calls this in every layer, with the `tree_mask` that the model's forward got.
+
+    `softcap` limits scores with a tanh; `s_aux` are the attention sinks of the heads.
+    """
     if tree_mask is None:
         raise unsupported_attention(module, "did not pass the tree mask on to its attention function")
     reject_unsupported_arguments(module, attention_mask, kwargs)
@@ -185,18 +201,30 @@ def tree_attention(
         raise unsupported_attention(module, "uses attention dropout, which tree attention does not support")
     if tree_mask.has_windows and "sliding_window" not in kwargs:
         raise unsupported_attention(module, "does not pass its sliding window on to its attention function")
+    if tree_mask.plain_scores and (softcap or s_aux is not None):
+        raise unsupported_attention(module, "has attention sinks or softcapped scores that its config does not show")
     window = kwargs.get("sliding_window") or 0
     if query.device.type == "cpu":
-        out: Any = CpuTreeAttention.apply(query, key, value, tree_mask.partial_attentions[window], scaling)
+        parts = tree_mask.partial_attentions[window]
+        out: Any = CpuTreeAttention.apply(query, key, value, parts, scaling, softcap or 0.0, s_aux)
     elif tree_mask.chain_lengths is not None:
         out = causal_attention(query, key, value, tree_mask.chain_lengths, scaling)
     else:
-        return block_sparse_attention(query, key, value, tree_mask.block_masks[window], scaling, window), None
+        block_mask = tree_mask.block_masks[window]
+        scores = window, softcap or 0.0, s_aux
+        return block_sparse_attention(query, key, value, block_mask, scaling, *scores), None
     return out.transpose(1, 2), None
 
 
 def block_sparse_attention(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, scaling: float | None, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: BlockMask,
+    scaling: float | None,
+    window: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention by the Triton kernels, [1, tokens, heads, head_dim]. They need widths of powers of two."""
     from ramify.model.kernels.cuda.tree_attention import (
@@ -207,7 +235,8 @@ def block_sparse_attention(
     padding = max(16, 1 << (width - 1).bit_length()) - width
     inputs = [F.pad(tensor.squeeze(0).transpose(0, 1), (0, padding)).contiguous() for tensor in (query, key, value)]
     scale = width**-0.5 if scaling is None else scaling
-    out, _ = tree_attention_op(*inputs, *block_mask, scale, window, BLOCK_SIZE)  # pyright: ignore[reportCallIssue]
+    constants = scale, window, BLOCK_SIZE, softcap
+    out, _ = tree_attention_op(*inputs, sinks, *block_mask, *constants)  # pyright: ignore[reportCallIssue]
     return out[..., :width].unsqueeze(0)
 
 

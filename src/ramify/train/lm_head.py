@@ -3,7 +3,7 @@
 Training needs three numbers of each row of logits: the logprob of one token, the entropy and, for the backward pass,
 the log-sum-exp. So the head runs over chunks of rows; the logits of a chunk live until these numbers are computed, and
 are computed again in the backward pass. Only the logits of the last few chunks are kept for it. Every row has a
-temperature of its own.
+temperature of its own. Some models scale the product of the head or limit it with a tanh, which happens in the chunks.
 """
 
 from collections import deque
@@ -14,27 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ramify.model.logit_transform import LogitTransform
+
+IDENTITY = LogitTransform()
 ROW_MULTIPLE = 128  # on CUDA chunks have a multiple of this many rows, so that one compiled kernel serves all
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # size of a chunk's logits: a core's cache, a small part of a GPU
 KEPT_CHUNKS = {"cpu": 1, "cuda": 3}  # chunks whose logits are kept for the backward pass
 
 
 def compute_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, temperature: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    temperature: Tensor,
+    transform: LogitTransform = IDENTITY,
 ) -> tuple[Tensor, Tensor]:
     """Return the logprob of the target token and the entropy of each row of `hidden` [rows, width], in float32.
 
     Gradients flow through the logprob only.
     """
     no_ids = target_ids.new_empty(len(target_ids), 0)
-    return compute_logprobs_with_top_ids(hidden, weight, bias, target_ids, temperature, no_ids)[:2]
+    return compute_logprobs_with_top_ids(hidden, weight, bias, target_ids, temperature, no_ids, transform)[:2]
 
 
 def compute_logprobs_with_top_ids(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, temperature: Tensor, top_ids: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    temperature: Tensor,
+    top_ids: Tensor,
+    transform: LogitTransform = IDENTITY,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `compute_logprobs` returns, and the logprobs of the tokens `top_ids` [rows, k] with gradients."""
-    result: Any = _ChunkedLogprobs.apply(hidden, weight, bias, target_ids, 1.0 / temperature, top_ids)
+    result: Any = _ChunkedLogprobs.apply(hidden, weight, bias, target_ids, 1.0 / temperature, top_ids, transform)
     return result
 
 
@@ -48,6 +62,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         target_ids: Tensor,
         inv_temperature: Tensor,
         top_ids: Tensor,
+        transform: LogitTransform,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprob, entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         top_logprob = hidden.new_empty(top_ids.shape, dtype=torch.float32)
@@ -56,14 +71,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for rows in _split_rows(len(hidden), len(weight), hidden):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             logprob[rows], entropy[rows], logsumexp[rows] = reduce_logits(
-                logits, target_ids[rows], inv_temperature[rows]
+                logits, target_ids[rows], inv_temperature[rows], transform=transform
             )
             if top_ids.shape[1]:
-                top_logits = logits.gather(1, top_ids[rows]).float() * inv_temperature[rows, None]
+                top_logits = transform.apply(logits.gather(1, top_ids[rows]).float()) * inv_temperature[rows, None]
                 top_logprob[rows] = top_logits - logsumexp[rows, None]
             kept_logits.append(logits)
         ctx.save_for_backward(hidden, weight, bias, target_ids, inv_temperature, top_ids, logsumexp, *kept_logits)
         ctx.mark_non_differentiable(entropy)
+        ctx.transform = transform
         return logprob, entropy, top_logprob
 
     @staticmethod
@@ -72,6 +88,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         chunks = _split_rows(len(hidden), len(weight), hidden)
         single_chunk = hidden.is_cuda and len(chunks) == 1  # one product needs no float32 accumulator
+        transform: LogitTransform = ctx.transform
         needs_weight_grad = ctx.needs_input_grad[1]
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad and not single_chunk else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
@@ -79,12 +96,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for kept, rows in enumerate(chunks, len(kept_logits) - len(chunks)):
             logits = kept_logits[kept] if kept >= 0 else torch.nn.functional.linear(hidden[rows], weight, bias)
             d_logits = compute_gradient(
-                logits, target_ids[rows], inv_temperature[rows], logsumexp[rows], grads[0][rows]
+                logits, target_ids[rows], inv_temperature[rows], logsumexp[rows], grads[0][rows], transform=transform
             )
             if top_ids.shape[1]:
-                d_logits += _compute_top_gradient(
-                    logits, top_ids[rows], inv_temperature[rows], logsumexp[rows], grads[2][rows]
-                )
+                columns = logits, top_ids[rows], inv_temperature[rows], logsumexp[rows], grads[2][rows]
+                d_logits += _compute_top_gradient(*columns, transform)
             torch.mm(d_logits, weight, out=d_hidden[rows])
             if needs_weight_grad:
                 d_weight = _accumulate_matmul(d_weight, d_logits.t(), hidden[rows])
@@ -97,35 +113,43 @@ class _ChunkedLogprobs(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
 def _compute_logprob_entropy_lse(
-    logits: Tensor, target_ids: Tensor, inv_temperature: Tensor
+    logits: Tensor, target_ids: Tensor, inv_temperature: Tensor, transform: LogitTransform
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scaled = logits.float() * inv_temperature[:, None]
+    scaled = transform.apply(logits.float()) * inv_temperature[:, None]
     logsumexp = scaled.logsumexp(-1)
     entropy = logsumexp - ((scaled - logsumexp[:, None]).exp() * scaled).sum(-1)
     return scaled.gather(1, target_ids[:, None])[:, 0] - logsumexp, entropy, logsumexp
 
 
 def _compute_logits_gradient(
-    logits: Tensor, target_ids: Tensor, inv_temperature: Tensor, logsumexp: Tensor, grad: Tensor
+    logits: Tensor,
+    target_ids: Tensor,
+    inv_temperature: Tensor,
+    logsumexp: Tensor,
+    grad: Tensor,
+    transform: LogitTransform,
 ) -> Tensor:
-    """Return (1 at the target token − probability) · grad / temperature."""
-    weight = (grad * inv_temperature)[:, None]
-    gradient = -(logits.float() * inv_temperature[:, None] - logsumexp[:, None]).exp() * weight
+    """Return (1 at the target token − probability) · grad / temperature, times the derivative of the transform."""
+    weight, transformed = (grad * inv_temperature)[:, None], transform.apply(logits.float())
+    gradient = -(transformed * inv_temperature[:, None] - logsumexp[:, None]).exp() * weight
     token_ids = torch.arange(logits.shape[1], device=logits.device)
-    return torch.where(token_ids == target_ids[:, None], gradient + weight, gradient).to(logits.dtype)
+    gradient = torch.where(token_ids == target_ids[:, None], gradient + weight, gradient)
+    return transform.differentiate(transformed, gradient).to(logits.dtype)
 
 
 def _compute_top_gradient(
-    logits: Tensor, top_ids: Tensor, inv_temperature: Tensor, logsumexp: Tensor, grad: Tensor
+    logits: Tensor, top_ids: Tensor, inv_temperature: Tensor, logsumexp: Tensor, grad: Tensor, transform: LogitTransform
 ) -> Tensor:
-    """Return Σ over the k tokens of (1 at the token − probability) · grad / temperature."""
-    weights = grad * inv_temperature[:, None]
-    probability = (logits.float() * inv_temperature[:, None] - logsumexp[:, None]).exp()
-    return (-probability * weights.sum(1, keepdim=True)).scatter_add_(1, top_ids, weights).to(logits.dtype)
+    """Return Σ over the k tokens of (1 at the token − probability) · grad / temperature, times the derivative."""
+    weights, transformed = grad * inv_temperature[:, None], transform.apply(logits.float())
+    probability = (transformed * inv_temperature[:, None] - logsumexp[:, None]).exp()
+    gradient = (-probability * weights.sum(1, keepdim=True)).scatter_add_(1, top_ids, weights)
+    return transform.differentiate(transformed, gradient).to(logits.dtype)
 
 
 @cache
@@ -133,12 +157,13 @@ def _compile_for_device(function: Callable[..., Any], device_type: str) -> Calla
     """Return the function itself on a CPU; on CUDA one fused kernel, compiled once for any number of rows."""
     if device_type == "cpu":
         return function
+    torch._dynamo.config.specialize_float = True  # the numbers of a transform are constants
     compiled = torch.compile(function)
 
-    def run(*columns: Tensor) -> Any:
+    def run(*columns: Tensor, transform: LogitTransform) -> Any:
         for column in columns:
             torch._dynamo.mark_dynamic(column, 0)
-        return compiled(*columns)
+        return compiled(*columns, transform=transform)
 
     return run
 

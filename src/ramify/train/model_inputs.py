@@ -19,7 +19,7 @@ from ramify.model.device_copy import copy_to_device
 from ramify.model.forest_recurrence import ForestRecurrence
 from ramify.model.images import ImageSpan, ProcessedImage, compute_positions
 from ramify.model.pack_layout import PackLayout
-from ramify.model.tree_attention import BLOCK_SIZE, TreeMask
+from ramify.model.tree_attention import BLOCK_SIZE, AttentionSettings, TreeMask
 from ramify.model.vision import VisionTower
 from ramify.trace import Forest, Media, concat_forests, make_padding_forest
 from ramify.trace.forest import LOSS_COMPONENTS
@@ -165,7 +165,7 @@ def build_model_inputs(
     *,
     layout: PackLayout = PackLayout.FOREST,
     device: torch.device = CPU,
-    sliding_windows: frozenset[int] = frozenset({0}),
+    attention: AttentionSettings = AttentionSettings(),  # noqa: B008 - immutable
     padded_length: int | None = None,
     images: StepImages | None = None,
 ) -> ModelInputs:
@@ -189,7 +189,7 @@ def build_model_inputs(
         if images is not None and images.tower.has_grid_positions and forest.media:
             position = images.compute_positions(forest)
         ids, position, token_index = forest.token_ids[None], position[..., None, :], None
-        tree_mask = TreeMask(forest.subtree_end, forest.position_ids, device, sliding_windows)
+        tree_mask = TreeMask(forest.subtree_end, forest.position_ids, device, attention)
     input_ids, position_ids = copy_to_device([array.astype(np.int64) for array in (ids, position)], device)
     return ModelInputs(forest, input_ids, position_ids, tree_mask, token_index, _select_images(forest, images, device))
 

@@ -20,12 +20,13 @@ from ramify.core.errors import EngineIncompatible, ModelUnsupported, RamifyError
 from ramify.model.device_memory import is_out_of_memory
 from ramify.model.graph_rewrites import build_compile_backend, compile_module
 from ramify.model.load import load_config, load_hf_model
+from ramify.model.logit_transform import read_logit_transform
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
 from ramify.model.lora import disable_adapters
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
 from ramify.model.recurrent_layers import add_forest_layers
 from ramify.model.resolve import fetch_model
-from ramify.model.tree_attention import ATTENTION_NAME, BLOCK_SIZE, get_sliding_windows
+from ramify.model.tree_attention import ATTENTION_NAME, BLOCK_SIZE, read_attention_settings
 from ramify.model.vision import build_image_inputs, get_vision_tower
 from ramify.model.weights_manifest import read_tensor_dtypes
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
@@ -56,7 +57,8 @@ class PolicyModel(nn.Module):
         model: the transformers model.
         layout: how its packs are laid out, as trees or as chains.
         has_recurrence: whether it has recurrent layers that read forests.
-        sliding_windows: the attention windows of its layers; 0 is full attention.
+        attention: what the masks of its packs depend on.
+        logit_transform: the scale and the soft cap of its logits.
         max_positions: the number of positions it supports, where longrope limits it.
         losses: the loss function of each component.
         tower: the vision tower; None for a text model.
@@ -67,7 +69,8 @@ class PolicyModel(nn.Module):
         self.model, self.layout = model, layout
         self.has_recurrence = layout is PackLayout.FOREST and add_forest_layers(model) > 0
         self.tower = get_vision_tower(model)
-        self.sliding_windows = get_sliding_windows(model.config)
+        self.attention = read_attention_settings(model.config)
+        self.logit_transform = read_logit_transform(model.config.get_text_config())
         self.max_positions = get_longrope_limit(model.config.get_text_config())
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.losses: dict[str, LossFunction] = {"rl": rl_loss, "ce": ce, "ref_kl": ref_kl, "kl": kl}
@@ -119,7 +122,7 @@ class PolicyModel(nn.Module):
             pack,
             layout=self.layout,
             device=device,
-            sliding_windows=self.sliding_windows,
+            attention=self.attention,
             padded_length=-(-len(pack) // BLOCK_SIZE) * BLOCK_SIZE if device.type == "cuda" else None,
         )
         return inputs.head_inputs.select_entries("rl", self.compute_logprobs(inputs)[0])
@@ -160,6 +163,7 @@ class PolicyModel(nn.Module):
             head_inputs.target_ids,
             head_inputs.temperature,
             head_inputs.top_ids,
+            self.logit_transform,
         )
         pair_index = head_inputs.pair_index
         if not len(pair_index):
@@ -238,7 +242,7 @@ def _check_agreement(policy: PolicyModel) -> None:
     ids = build_check_ids(model.config)
     expected = compute_reference_logprobs(model, ids, get_attention_name(policy.layout))
     try:
-        inputs = build_model_inputs(build_chain(ids), layout=policy.layout, sliding_windows=policy.sliding_windows)
+        inputs = build_model_inputs(build_chain(ids), layout=policy.layout, attention=policy.attention)
         actual, _ = policy.compute_logprobs(inputs)
     except RamifyError:
         raise

@@ -156,7 +156,7 @@ class Trainer:
             pack,
             layout=policy.layout,
             device=self.device,
-            sliding_windows=policy.sliding_windows,
+            attention=policy.attention,
             padded_length=pad_to_blocks(len(pack)) if is_cuda else None,
             images=images,
         )

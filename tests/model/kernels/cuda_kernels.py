@@ -48,16 +48,28 @@ def build_step(block_size: int, rng: np.random.Generator):
     return tables, starts, stops
 
 
+def compute_weights(
+    scores: torch.Tensor, softcap: float, sinks: torch.Tensor | None, masked: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the softmax over the last axis, with a soft cap, masked scores, and a sink beside them."""
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores if masked is None else scores.masked_fill(masked, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.expand(scores.shape[:-1]).unsqueeze(-1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size", "window", "dtype"),
+    ("heads", "kv_heads", "head_dim", "block_size", "window", "softcap", "dtype"),
     [
-        pytest.param(4, 2, 16, 16, 0, torch.float32, marks=long_in_the_interpreter),
-        (6, 2, 24, 4, 0, torch.float32),
-        (4, 1, 32, 4, 20, torch.float16),
+        pytest.param(4, 2, 16, 16, 0, 0.0, torch.float32, marks=long_in_the_interpreter),
+        (6, 2, 24, 4, 0, 0.0, torch.float32),
+        (4, 1, 32, 4, 20, 0.7, torch.float16),  # with sinks
     ],
 )
 def test_paged_attention_equals_a_softmax_over_all_keys(
-    heads, kv_heads, head_dim, block_size, window, dtype, monkeypatch
+    heads, kv_heads, head_dim, block_size, window, softcap, dtype, monkeypatch
 ):
     from ramify.model.kernels.cuda.paged_attention import PagedAttention
 
@@ -74,10 +86,12 @@ def test_paged_attention_equals_a_softmax_over_all_keys(
     kernels.prepare(plan)
     cache = torch.randn(200 * block_size, 2 * kv_heads * head_dim, device=DEVICE).to(dtype)
     query = torch.randn(len(positions), heads, head_dim, device=DEVICE).to(dtype)
+    scores: Any = {"scaling": head_dim**-0.5, "window": window, "softcap": softcap}
+    scores["sinks"] = torch.randn(heads, device=DEVICE) if softcap else None
     device_plan, device_positions = (
         torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (plan.data, positions)
     )
-    out = kernels(query, cache, device_plan, device_positions, scaling=head_dim**-0.5, window=window)
+    out = kernels(query, cache, device_plan, device_positions, **scores)
     row = 0
     for table, start, stop in zip(tables, starts, stops):
         slots = torch.from_numpy((table[:, None] * block_size + np.arange(block_size)).ravel()[:stop]).to(DEVICE)
@@ -85,22 +99,22 @@ def test_paged_attention_equals_a_softmax_over_all_keys(
         for position in range(start, stop):
             first = max(0, position + 1 - window) if window else 0
             keys, values = (part[first : position + 1].repeat_interleave(heads // kv_heads, 1) for part in (key, value))
-            weights = torch.softmax(torch.einsum("hd,khd->hk", query[row].float(), keys) * head_dim**-0.5, -1)
-            expected = torch.einsum("hk,khd->hd", weights, values)
+            products = torch.einsum("hd,khd->hk", query[row].float(), keys) * head_dim**-0.5
+            expected = torch.einsum("hk,khd->hd", compute_weights(products, softcap, scores["sinks"]), values)
             assert (out[row].float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 5e-3)
             row += 1
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "window", "dtype"),
+    ("heads", "kv_heads", "head_dim", "window", "softcap", "dtype"),
     [
-        (4, 1, 24, 0, torch.float32),
-        (6, 2, 16, 100, torch.float16),
-        pytest.param(3, 3, 16, 0, torch.float16, marks=long_in_the_interpreter),
-        pytest.param(2, 2, 16, 3, torch.float32, marks=long_in_the_interpreter),
+        (4, 1, 24, 0, 0.0, torch.float32),
+        (6, 2, 16, 100, 0.7, torch.float16),  # with sinks
+        pytest.param(3, 3, 16, 0, 0.0, torch.float16, marks=long_in_the_interpreter),
+        pytest.param(2, 2, 16, 3, 0.0, torch.float32, marks=long_in_the_interpreter),
     ],
 )
-def test_chunk_items_equal_a_softmax_over_all_keys(heads, kv_heads, head_dim, window, dtype):
+def test_chunk_items_equal_a_softmax_over_all_keys(heads, kv_heads, head_dim, window, softcap, dtype):
     """Chunks behind some keys and at the start, beside a decoding sequence; pieces of keys change nothing."""
     from ramify.model.kernels.cuda.paged_attention import PagedAttention
 
@@ -122,6 +136,8 @@ def test_chunk_items_equal_a_softmax_over_all_keys(heads, kv_heads, head_dim, wi
     cache = torch.randn(32 * block_size, 2 * kv_heads * head_dim, device=DEVICE).to(dtype)
     query = torch.randn(len(positions), heads, head_dim, device=DEVICE).to(dtype)
     shape, outputs = kernels.get_shape(len(positions)), []
+    score_options: Any = {"scaling": head_dim**-0.5, "window": window, "softcap": softcap}
+    sinks = score_options["sinks"] = torch.randn(heads, device=DEVICE) if softcap else None
     for num_programs in (1, 400):
         plan = build_plan(tables, starts, stops, len(positions), replace(shape, num_programs=num_programs))
         assert plan.num_chunk_items > 0 and bool(plan.num_partials) == (num_programs == 400)
@@ -129,7 +145,7 @@ def test_chunk_items_equal_a_softmax_over_all_keys(heads, kv_heads, head_dim, wi
         device_plan, device_positions = (
             torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (plan.data, positions)
         )
-        outputs.append(kernels(query, cache, device_plan, device_positions, scaling=head_dim**-0.5, window=window))
+        outputs.append(kernels(query, cache, device_plan, device_positions, **score_options))
     expected = []
     for table, (start, stop), rows in zip(tables, ranges, query.split([stop - start for start, stop in ranges])):
         slots = torch.from_numpy((table[:, None] * block_size + np.arange(block_size)).ravel()[:stop]).to(DEVICE)
@@ -137,15 +153,16 @@ def test_chunk_items_equal_a_softmax_over_all_keys(heads, kv_heads, head_dim, wi
         key, value = (part.repeat_interleave(heads // kv_heads, 1) for part in (key, value))
         distance = torch.arange(start, stop, device=DEVICE)[:, None] - torch.arange(stop, device=DEVICE)
         masked = (distance < 0) | (distance >= (window or stop))
-        scores = torch.einsum("qhd,khd->hqk", rows.float(), key) * head_dim**-0.5
-        expected.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(masked, -torch.inf).softmax(-1), value))
+        products = torch.einsum("qhd,khd->hqk", rows.float(), key) * head_dim**-0.5
+        weights = compute_weights(products, softcap, None if sinks is None else sinks[:, None], masked)
+        expected.append(torch.einsum("hqk,khd->qhd", weights, value))
     limit = 1e-5 if dtype == torch.float32 else 5e-3
     assert (outputs[0].float() - torch.cat(expected)).abs().max() < limit
     assert (outputs[1].float() - outputs[0].float()).abs().max() < limit / 4
 
 
-@pytest.mark.parametrize("tile", [32, 64])
-def test_tiles_of_tree_attention_equal_the_reference_forward_and_backward(tile):
+@pytest.mark.parametrize(("tile", "softcap"), [(32, 0.0), (64, 0.0), (64, 0.7)])
+def test_tiles_of_tree_attention_equal_the_reference_forward_and_backward(tile, softcap):
     """As on GPUs with little shared memory, where a program computes only a part of its block."""
     from ramify.model.kernels.cuda import tree_attention as kernels
 
@@ -160,20 +177,46 @@ def test_tiles_of_tree_attention_equal_the_reference_forward_and_backward(tile):
     d_key, d_value = torch.empty_like(key), torch.empty_like(value)
     lse, delta = (torch.empty(heads, tokens, device=DEVICE) for _ in range(2))
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "D": width, "BLOCK": BLOCK_SIZE, "TILE": tile, "WINDOW": 0}
-    constants: Any = {**sizes, "SCALE": scale, "PRECISION": "ieee"}
+    constants: Any = {**sizes, "SCALE": scale, "SOFTCAP": softcap, "PRECISION": "ieee"}
     kernels.set_triton_allocator()
-    inputs = query.detach(), key.detach(), value.detach(), mask.end, mask.position
+    qkv, masks = (query.detach(), key.detach(), value.detach()), (mask.end, mask.position)
     num_tiles = tokens // tile
-    kernels._forward[(heads, num_tiles)](*inputs, mask.kv_lists, out, lse, tokens, **constants)
-    saved = grad.detach(), lse, delta
+    forward_inputs = *qkv, query.detach(), *masks
+    kernels._forward[(heads, num_tiles)](*forward_inputs, mask.kv_lists, out, lse, tokens, HAS_SINKS=False, **constants)
+    inputs, saved = (*qkv, *masks), (grad.detach(), lse, delta)
     kernels._backward_queries[(heads, num_tiles)](*inputs, mask.kv_lists, out, *saved, d_query, tokens, **constants)
     kernels._backward_keys[(kv_heads, num_tiles)](*inputs, mask.q_lists, *saved, d_key, d_value, tokens, **constants)
     batched = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)]
-    positions = torch.from_numpy(position).to(DEVICE)
-    expected = reference.tree_attention(*batched, torch.from_numpy(end).to(DEVICE), positions, scale=scale)
+    tree = torch.from_numpy(end).to(DEVICE), torch.from_numpy(position).to(DEVICE)
+    expected = reference.tree_attention(*batched, *tree, scale=scale, softcap=softcap)
     expected_grads = torch.autograd.grad(expected, (query, key, value), grad.transpose(0, 1).unsqueeze(0))
     torch.testing.assert_close(out, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
     for actual, expected_grad in zip((d_query, d_key, d_value), expected_grads):
+        assert (actual - expected_grad).norm() <= 1e-5 * expected_grad.norm()
+
+
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, 20), (0.7, 0)])
+def test_tree_attention_with_sinks_equals_the_reference_forward_and_backward(softcap, window):
+    from ramify.model.kernels.cuda.tree_attention import tree_attention_op
+
+    tokens, heads, kv_heads, width, scale = 128, 2, 1, 16, 0.25
+    torch.manual_seed(1)
+    shapes = [(tokens, count, width) for count in (heads, kv_heads, kv_heads, heads)]
+    query, key, value, grad = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes)
+    sinks = torch.tensor([-1.5, 2.0], device=DEVICE, requires_grad=True)
+    end = np.concatenate([np.full(40, 128), np.full(60, 100), np.full(28, 128)]).astype(np.int32)  # a fork
+    position = np.concatenate([np.arange(100), np.arange(40, 68)]).astype(np.int32)
+    mask = BlockMask.build(end, position, window, DEVICE)
+    operator: Any = tree_attention_op
+    out, _ = operator(query, key, value, sinks, *mask, scale, window, BLOCK_SIZE, softcap)
+    batched = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)]
+    tree = torch.from_numpy(end).to(DEVICE), torch.from_numpy(position).to(DEVICE)
+    scores = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    expected = reference.tree_attention(*batched, *tree, **scores)[0].transpose(0, 1)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    inputs = query, key, value, sinks
+    grads, expected_grads = (torch.autograd.grad(output, inputs, grad) for output in (out, expected))
+    for actual, expected_grad in zip(grads, expected_grads):
         assert (actual - expected_grad).norm() <= 1e-5 * expected_grad.norm()
 
 

@@ -68,7 +68,10 @@ def compile_launch(launch: Launch, capability: int) -> Any:
 
 
 def run_decoder(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Run a layer of the engine's decoder, for a step with a decoding sequence and a chunk, and sample a token."""
+    """Run a layer of the engine's decoder, for a step with a decoding sequence and a chunk, and sample a token.
+
+    Its attention also runs with sinks and a soft cap.
+    """
     from ramify.model.kernels.cuda.decoder import CudaDecoderOps
     from ramify.model.kernels.cuda.paged_attention import PagedAttention
     from ramify.model.kernels.cuda.sampling import gather_ids, sample_rows
@@ -112,11 +115,12 @@ def run_decoder(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
     ops = CudaDecoderOps(DecoderSizes(heads, kv_heads, head_dim, hidden, inner, 1e-6, 0.1))
     metadata = AttentionMetadata(pool, rows, plan=DevicePlan(torch.from_numpy(plan.data), rows, kernels))
     logits = ops.forward(weights, rows, rows, metadata, rows[:2])
+    metadata.attend(zeros(num_rows, heads, head_dim), 0, 0.1, 128, 50.0, zeros(heads))
     sample_rows(logits, zeros(2, dtype=torch.float32), zeros(2, dtype=torch.int64), rows, rows, sampled)
 
 
 def train_layer(width: int, dtype: torch.dtype) -> None:
-    """Run the trainer's operators forward and backward."""
+    """Run the trainer's operators forward and backward, and tree attention with sinks and a soft cap as well."""
     from ramify.model.kernels.cuda.add_norm import add_norm_products
     from ramify.model.kernels.cuda.norm_rotary import norm_rotate
     from ramify.model.kernels.cuda.tree_attention import tree_attention_op
@@ -129,9 +133,10 @@ def train_layer(width: int, dtype: torch.dtype) -> None:
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
     query = norm_rotate(zeros(tokens, heads, width), zeros(width), zeros(tokens, width), zeros(tokens, width), 1e-6)
-    out, _ = tree_attention_op(
-        query, zeros(tokens, kv_heads, width), zeros(tokens, kv_heads, width), *mask, 0.1, 0, BLOCK_SIZE
-    )
+    operator: Any = tree_attention_op
+    key_value = zeros(tokens, kv_heads, width), zeros(tokens, kv_heads, width)
+    plain, _ = operator(query, *key_value, None, *mask, 0.1, 0, BLOCK_SIZE, 0.0)
+    out, _ = operator(plain, *key_value, zeros(heads), *mask, 0.1, 128, BLOCK_SIZE, 50.0)
     matrices = zeros(96, hidden), zeros(96, hidden)
     products = add_norm_products(zeros(tokens, hidden), zeros(tokens, hidden), zeros(hidden), *matrices, 1e-6)
     (out.sum() + products[0].sum() + products[1].sum() + products[2].sum()).backward()

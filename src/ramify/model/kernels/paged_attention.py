@@ -158,13 +158,25 @@ class AttentionMetadata:
     plan: DevicePlan | None = None
     last_layer: int = -1  # the last layer that has computed attention
 
-    def attend(self, query: Tensor, layer_index: int, scaling: float | None, window: int = 0) -> Tensor:
-        """Return the attention of [rows, heads, head_dim] queries to the cache, which has the rows' own keys."""
+    def attend(
+        self,
+        query: Tensor,
+        layer_index: int,
+        scaling: float | None,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention of [rows, heads, head_dim] queries to the cache, which has the rows' own keys.
+
+        `softcap` limits scores with a tanh; `sinks` [heads] are the scores of a key with the value 0.
+        """
         if self.plan is None:
-            return attend_tiles(self, layer_index, query, scaling, window)
+            return attend_tiles(self, layer_index, query, scaling, window, softcap, sinks)
         plan, slots = self.plan, self.pool.slots[layer_index]
         scale = self.pool.head_dim**-0.5 if scaling is None else scaling
-        return plan.kernels(query, slots, plan.data, plan.positions, scaling=scale, window=window)
+        options = {"scaling": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        return plan.kernels(query, slots, plan.data, plan.positions, **options)
 
 
 def write_kv(attn_metadata: AttentionMetadata, layer_index: int, key_value: Tensor) -> None:
@@ -178,11 +190,17 @@ def write_kv(attn_metadata: AttentionMetadata, layer_index: int, key_value: Tens
 
 
 def attend_tiles(
-    attn_metadata: AttentionMetadata, layer_index: int, query: Tensor, scaling: float | None, window: int = 0
+    attn_metadata: AttentionMetadata,
+    layer_index: int,
+    query: Tensor,
+    scaling: float | None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of [rows, heads, head_dim] queries to the cache; `write_kv` comes before it."""
     outputs = [
-        attend_tile(attn_metadata, tile, layer_index, query[tile.start : tile.stop], scaling, window)
+        attend_tile(attn_metadata, tile, layer_index, query[tile.start : tile.stop], scaling, window, softcap, sinks)
         for tile in attn_metadata.tiles
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -195,6 +213,8 @@ def attend_tile(
     query: Tensor,
     scaling: float | None,
     window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of one tile's queries."""
     pool = attn_metadata.pool
@@ -205,16 +225,45 @@ def attend_tile(
     mask = tile.get_mask(window, num_keys, heads_per_kv_head, query.dtype)[..., : key.shape[2]]
     if queries == 1:
         folded = query.reshape(sequences, kv_heads, heads_per_kv_head, pool.head_dim)
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+        out = _attend_dense(folded, key, value, mask, scaling, softcap, sinks)
         return out.reshape(sequences, kv_heads * heads_per_kv_head, pool.head_dim)
     if tile.pad_index is not None:
         query = query.index_select(0, tile.pad_index)
     folded = query.view(sequences, queries, kv_heads, heads_per_kv_head, pool.head_dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(sequences, kv_heads, heads_per_kv_head * queries, pool.head_dim)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    out = _attend_dense(folded, key, value, mask, scaling, softcap, sinks)
     out = out.view(sequences, kv_heads, heads_per_kv_head, queries, pool.head_dim).permute(0, 3, 1, 2, 4)
     out = out.reshape(sequences * queries, kv_heads * heads_per_kv_head, pool.head_dim)
     return out if tile.unpad_index is None else out.index_select(0, tile.unpad_index)
+
+
+def _attend_dense(
+    query: Tensor,  # [sequences, kv_heads, heads per kv head * queries, head_dim]
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return the attention of a tile; with a soft cap or sinks by its formula, in float32."""
+    if not softcap and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    scores += mask
+    largest = scores.amax(-1, keepdim=True)
+    sink_weight = 0.0
+    if sinks is not None:
+        sink = sinks.float().view(key.shape[1], -1, 1)  # [kv_heads, heads per kv head, queries]
+        sink = sink.expand(-1, -1, query.shape[2] // sink.shape[1]).reshape(1, *scores.shape[1:3], 1)
+        largest = torch.maximum(largest, sink)
+        sink_weight = (sink - largest).exp()
+    weights = (scores - largest).exp_()
+    weights /= weights.sum(-1, keepdim=True) + sink_weight
+    return weights.to(value.dtype) @ value
 
 
 def _gather_kv(pool: KVPool, tile: AttentionTile, layer_index: int) -> tuple[Tensor, Tensor, int]:
@@ -250,9 +299,14 @@ def paged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     attn_metadata: AttentionMetadata | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention; transformers calls this in every layer, with the `attn_metadata` that the forward got."""
+    """Compute attention; transformers calls this in every layer, with the `attn_metadata` that the forward got.
+
+    `softcap` limits scores with a tanh; `s_aux` are the attention sinks of the heads.
+    """
     if attn_metadata is None:
         raise unsupported_attention(module, "did not pass the attention metadata on to its attention function")
     reject_unsupported_arguments(module, attention_mask, kwargs)
@@ -269,18 +323,18 @@ def paged_attention(
     key_value = torch.stack((key, value)).permute(1, 3, 0, 2, 4)  # [sequences, tokens, 2, kv_heads, head_dim]
     write_kv(attn_metadata, layer_index, key_value.reshape(sequences * tokens, -1))
     window = kwargs.get("sliding_window") or 0
-    out = attn_metadata.attend(query.transpose(1, 2).flatten(0, 1), layer_index, scaling, window)
+    rows = query.transpose(1, 2).flatten(0, 1)
+    out = attn_metadata.attend(rows, layer_index, scaling, window, softcap or 0.0, s_aux)
     return out.unflatten(0, (sequences, tokens)).contiguous(), None
 
 
 def reject_unsupported_arguments(module: Any, mask: Tensor | None, kwargs: Mapping[str, Any]) -> None:
-    """Reject models that change their scores, build their own mask or attend to later tokens.
+    """Reject models that add to their scores, build their own mask or attend to later tokens.
 
     Which token sees which is passed to our attention functions by other arguments; transformers passes no mask to them.
     """
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise unsupported_attention(module, f"uses {name}, which our attention does not support")
+    if kwargs.get("position_bias") is not None:
+        raise unsupported_attention(module, "uses position_bias, which our attention does not support")
     if mask is not None:
         raise unsupported_attention(module, "builds its own attention mask, which our attention does not read")
     if getattr(module, "is_causal", None) is False:

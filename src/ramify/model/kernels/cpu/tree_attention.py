@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ramify.model.kernels.cpu.capped_attention import capped_backward, capped_forward
 from ramify.trace.columns import Int32Array
 
 MIN_OWN_RUN = 32  # a run of at least this length is not put into a tile
@@ -103,44 +104,87 @@ def _as_key_index(index: np.ndarray) -> KeyIndex:
 
 
 class CpuTreeAttention(torch.autograd.Function):
-    """Tree attention of [1, heads, tokens, head_dim] queries; keys and values may have fewer heads."""
+    """Tree attention of [1, heads, tokens, head_dim] queries; keys and values may have fewer heads.
+
+    `sinks` [heads] are the scores of a key with the value 0, which every query of a head sees.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: list[PartialAttention], scale: float | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        parts: list[PartialAttention],
+        scale: float | None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute the attention over all parts, and save what `backward` needs."""
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
         for part in parts:
             rows = slice(part.start, part.stop)
-            options = {"attn_mask": _cast_mask(part.mask, query), "scale": scale}
             key_value = key[:, :, part.keys], value[:, :, part.keys]
-            part_out, part_lse = _forward(query[:, :, rows], *key_value, 0.0, part.causal, **options)
+            part_out, part_lse = _attend_part(query[:, :, rows], *key_value, part, scale, softcap)
             if not part.is_first:
                 old_lse, new_lse = lse[:, :, rows], torch.logaddexp(lse[:, :, rows], part_lse)
                 part_out = part_out * (part_lse - new_lse).exp_().unsqueeze(-1)
                 part_out += out[:, :, rows] * (old_lse - new_lse).exp_().unsqueeze(-1)
                 part_lse = new_lse
             out[:, :, rows], lse[:, :, rows] = part_out, part_lse
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.parts, ctx.scale = parts, scale
+        if sinks is not None:
+            total_lse = torch.logaddexp(lse, sinks.float()[:, None])
+            out *= (lse - total_lse).exp_().unsqueeze(-1)
+            lse = total_lse
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        ctx.parts, ctx.scale, ctx.softcap = parts, scale, softcap
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Compute the gradients of query, key and value."""
-        query, key, value, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of query, key, value and sinks."""
+        query, key, value, out, lse, sinks = ctx.saved_tensors
         d_query, d_key, d_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (query, key, value))
         for part in ctx.parts:
             rows = slice(part.start, part.stop)
             part_grad, part_query, part_out, part_lse = (tensor[:, :, rows] for tensor in (grads[0], query, out, lse))
-            options = {"attn_mask": _cast_mask(part.mask, query), "scale": ctx.scale}
-            key_value = key[:, :, part.keys], value[:, :, part.keys]
-            part_grads = _backward(part_grad, part_query, *key_value, part_out, part_lse, 0.0, part.causal, **options)
+            saved = part_query, key[:, :, part.keys], value[:, :, part.keys], part_out, part_lse
+            part_grads = _differentiate_part(part_grad, *saved, part, ctx.scale, ctx.softcap)
             d_query[:, :, rows] += part_grads[0]
             _accumulate(d_key, part.keys, part_grads[1])
             _accumulate(d_value, part.keys, part_grads[2])
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None
+        d_sinks = None
+        if sinks is not None and ctx.needs_input_grad[6]:
+            delta = (grads[0].float() * out.float()).sum(-1)
+            d_sinks = -((sinks.float()[:, None] - lse).exp_() * delta).sum((0, 2)).to(sinks.dtype)
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, d_sinks
+
+
+def _attend_part(
+    query: Tensor, key: Tensor, value: Tensor, part: PartialAttention, scale: float | None, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of a partial attention."""
+    if softcap:
+        return capped_forward(query, key, value, part.causal, part.mask, scale or query.shape[-1] ** -0.5, softcap)
+    return _forward(query, key, value, 0.0, part.causal, attn_mask=_cast_mask(part.mask, query), scale=scale)
+
+
+def _differentiate_part(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: PartialAttention,
+    scale: float | None,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value from a partial attention."""
+    tensors = grad, query, key, value, out, lse
+    if softcap:
+        return capped_backward(*tensors, part.causal, part.mask, scale or query.shape[-1] ** -0.5, softcap)
+    return _backward(*tensors, 0.0, part.causal, attn_mask=_cast_mask(part.mask, query), scale=scale)
 
 
 def _cast_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:

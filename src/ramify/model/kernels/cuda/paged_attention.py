@@ -7,7 +7,7 @@ needs; their chunks of prompts have a kernel of their own, with more queries at 
 An item is computed for all query heads that read the same key head at once, as one matrix of queries. Keys and values
 are read from the cache through the block table, never copied. As in tree attention, the running maximum of a row is an
 integer, so that changing it only shifts exponents: a row gets the same rounded weights however its keys are cut into
-pieces.
+pieces. An attention sink is added once to a row: by its only piece, or when its pieces are merged.
 """
 # ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
 
@@ -20,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ramify.model.kernels.attention_plan import HEADER_INTS, ITEM_INTS, AttentionPlan, KernelShape, build_plan
+from ramify.model.kernels.cuda.scores import LOG2E, MASKED_SCORE, start_sums, tanh
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool
 
-LOG2E = tl.constexpr(1.4426950408889634)
-MASKED_SCORE = tl.constexpr(-(2.0**100))  # finite: the largest score of a row without keys minus itself is 0
 HEADER = tl.constexpr(HEADER_INTS)
 ITEM = tl.constexpr(ITEM_INTS)
 PROGRAMS_PER_PROCESSOR = 3  # as many as have room for their keys and values at the same time
@@ -36,13 +35,14 @@ LARGE_QUERIES = 32
 
 @triton.jit
 def _attend_item(
-    item, kv_head, Q, CACHE, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
+    item, kv_head, Q, CACHE, SINKS, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute one item for the query heads of one key head."""
     group: tl.constexpr = HEADS // KV_HEADS
+    score_unit: tl.constexpr = (SOFTCAP if SOFTCAP > 0 else SCALE) * LOG2E
     row_start, num_rows = tl.load(item), tl.load(item + 1)
     table, key_start, key_stop, partial = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
     query = tl.arange(0, QUERIES)
@@ -60,8 +60,7 @@ def _attend_item(
         first_seen = tl.min(tl.where(is_query, position, 2147483647), 0) - (WINDOW - 1)
         start = tl.maximum(start, tl.maximum(first_seen, 0) // KEYS * KEYS)
     acc = tl.zeros([QUERIES, D_BLOCK], tl.float32)
-    row_max = tl.full([QUERIES], MASKED_SCORE, tl.float32)
-    row_sum = tl.zeros([QUERIES], tl.float32)
+    row_max, row_sum = _start_item(SINKS, head, partial, HAS_SINKS)
     for tile in tl.range(start, stop, KEYS, num_stages=STAGES):
         key = tile + tl.arange(0, KEYS)
         block = tl.load(PLAN + table + key // BLOCK_SIZE, mask=key < stop, other=0)
@@ -70,10 +69,12 @@ def _attend_item(
         kv_offsets = slot[:, None] * (2 * KV_HEADS * D) + kv_head * D + column[None, :]
         k = tl.load(CACHE + kv_offsets, mask=is_key, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SOFTCAP > 0:
+            scores = tanh(scores * (SCALE / SOFTCAP))
         visible = (key < stop)[None, :] & (key[None, :] <= position[:, None])
         if WINDOW:
             visible &= position[:, None] - key[None, :] < WINDOW
-        scores = tl.where(visible, scores * (SCALE * LOG2E), MASKED_SCORE)
+        scores = tl.where(visible, scores * score_unit, MASKED_SCORE)
         new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1)))
         rescale = tl.exp2(row_max - new_max)
         weight = tl.where(visible, tl.exp2(scores - new_max[:, None]), 0.0)
@@ -83,6 +84,16 @@ def _attend_item(
     _store_item(
         acc, row_max, row_sum, row, local_row, head, is_query, partial, OUT, PARTIALS, PARTIAL_SUMS, HEADS, D, D_BLOCK
     )
+
+
+@triton.jit
+def _start_item(SINKS, heads, partial, HAS_SINKS: tl.constexpr):
+    """Return the running maximum and the sum of rows before the first key; partial results have no sink."""
+    row_max, row_sum = start_sums(SINKS, heads, HAS_SINKS)
+    if HAS_SINKS:
+        row_max = tl.where(partial < 0, row_max, MASKED_SCORE)
+        row_sum = tl.where(partial < 0, row_sum, 0.0)
+    return row_max, row_sum
 
 
 @triton.jit
@@ -105,40 +116,43 @@ def _store_item(
 
 @triton.jit
 def _attend(
-    Q, CACHE, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
+    Q, CACHE, SINKS, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SMALL: tl.constexpr, LARGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     num_large, num_small = tl.load(PLAN), tl.load(PLAN + 1)
     for work in range(tl.program_id(0), num_large * KV_HEADS, tl.num_programs(0)):
         _attend_item(
             PLAN + HEADER + work // KV_HEADS * ITEM, work % KV_HEADS,
-            Q, CACHE, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
-            HEADS, KV_HEADS, D, D_BLOCK, BLOCK_SIZE, LARGE, KEYS, WINDOW, SCALE, PRECISION, STAGES,
+            Q, CACHE, SINKS, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
+            HEADS, KV_HEADS, D, D_BLOCK, BLOCK_SIZE, LARGE, KEYS, WINDOW, SCALE, SOFTCAP, HAS_SINKS, PRECISION,
+            STAGES,
         )  # fmt: skip
     small_items = PLAN + HEADER + num_large * ITEM
     # The last programs have had the fewest large items, so they begin.
     for work in range(tl.num_programs(0) - 1 - tl.program_id(0), num_small * KV_HEADS, tl.num_programs(0)):
         _attend_item(
             small_items + work // KV_HEADS * ITEM, work % KV_HEADS,
-            Q, CACHE, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
-            HEADS, KV_HEADS, D, D_BLOCK, BLOCK_SIZE, SMALL, KEYS, WINDOW, SCALE, PRECISION, STAGES,
+            Q, CACHE, SINKS, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
+            HEADS, KV_HEADS, D, D_BLOCK, BLOCK_SIZE, SMALL, KEYS, WINDOW, SCALE, SOFTCAP, HAS_SINKS, PRECISION,
+            STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def _attend_chunks(
-    Q, CACHE, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
+    Q, CACHE, SINKS, PLAN, POSITIONS, OUT, PARTIALS, PARTIAL_SUMS, q_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute one chunk item for the query heads of one key head.
 
     Tiles of keys that all rows see come first and need no mask. Block numbers are read one tile ahead.
     """
     group: tl.constexpr = HEADS // KV_HEADS
+    score_unit: tl.constexpr = (SOFTCAP if SOFTCAP > 0 else SCALE) * LOG2E
     kv_head = tl.program_id(0) % KV_HEADS
     item = PLAN + HEADER + (tl.load(PLAN) + tl.load(PLAN + 1) + tl.program_id(0) // KV_HEADS) * ITEM
     row_start, num_rows = tl.load(item), tl.load(item + 1)
@@ -159,8 +173,7 @@ def _attend_chunks(
         num_before = tl.cdiv(tl.maximum(first_position + num_rows - WINDOW - start, 0), KEYS)
     num_full = tl.maximum(tl.minimum(stop, first_position + 1) - start - num_before * KEYS, 0) // KEYS
     acc = tl.zeros([QUERIES, D_BLOCK], tl.float32)
-    row_max = tl.full([QUERIES], MASKED_SCORE, tl.float32)
-    row_sum = tl.zeros([QUERIES], tl.float32)
+    row_max, row_sum = _start_item(SINKS, head, partial, HAS_SINKS)
     cache_columns = CACHE + kv_head * D + column[None, :]
     for needs_mask in tl.static_range(2):
         # The tiles of the other loop are skipped.
@@ -178,14 +191,16 @@ def _attend_chunks(
             pointers = cache_columns + slot[:, None] * (2 * KV_HEADS * D)
             k = _load_tile(pointers, key < stop, column < D, needs_mask or D < D_BLOCK)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if SOFTCAP > 0:
+                scores = tanh(scores * (SCALE / SOFTCAP))
             if needs_mask:
                 visible = key[None, :] <= position[:, None]
                 if WINDOW:
                     visible &= position[:, None] - key[None, :] < WINDOW
                 scores = tl.where(visible & (key < stop)[None, :], scores, MASKED_SCORE)
-            new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1) * (SCALE * LOG2E)))
+            new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1) * score_unit))
             rescale = tl.exp2(row_max - new_max)
-            weight = tl.exp2(scores * (SCALE * LOG2E) - new_max[:, None])
+            weight = tl.exp2(scores * score_unit - new_max[:, None])
             row_max, row_sum = new_max, row_sum * rescale + tl.sum(weight, 1)
             v = _load_tile(pointers + KV_HEADS * D, key < stop, column < D, needs_mask or D < D_BLOCK)
             acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -203,9 +218,10 @@ def _load_tile(pointers, is_key, is_column, MASKED: tl.constexpr):
 
 @triton.jit
 def _merge(
-    PLAN, OUT, PARTIALS, PARTIAL_SUMS, HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, TILE: tl.constexpr
+    SINKS, PLAN, OUT, PARTIALS, PARTIAL_SUMS,
+    HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, TILE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of a row's heads, by their maxima and sums."""
+    """Merge the partial results of a row's heads, by their maxima and sums, and add the sinks."""
     row, head, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, D_BLOCK)
     bounds = PLAN + tl.load(PLAN + 2) + 2 * row
     first, last = tl.load(bounds), tl.load(bounds + 1)
@@ -214,7 +230,7 @@ def _merge(
         is_head = head < HEADS
         is_value = is_head[:, None] & (column < D)[None, :]
         acc = tl.zeros([TILE, D_BLOCK], tl.float32)
-        row_max, row_sum = tl.full([TILE], MASKED_SCORE, tl.float32), tl.zeros([TILE], tl.float32)
+        row_max, row_sum = start_sums(SINKS, tl.where(is_head, head, 0), HAS_SINKS)
         for position in range(first, last):
             index = tl.load(partials + position).to(tl.int64) * HEADS + head
             part_max = tl.load(PARTIAL_SUMS + index * 2, mask=is_head, other=MASKED_SCORE)
@@ -298,7 +314,16 @@ class PagedAttention:
         return True
 
     def __call__(
-        self, query: Tensor, cache: Tensor, plan: Tensor, positions: Tensor, *, scaling: float, window: int = 0
+        self,
+        query: Tensor,
+        cache: Tensor,
+        plan: Tensor,
+        positions: Tensor,
+        *,
+        scaling: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the attention of `query` [rows, heads, head_dim] to the slots of a layer, [rows, heads, head_dim]."""
         if query.stride()[1:] != (self.head_dim, 1):
@@ -309,8 +334,10 @@ class PagedAttention:
         num_other_items = 1 if step is None else step.num_other_items
         num_chunk_items = 0 if step is None else step.num_chunk_items
         num_merged_rows = rows if step is None else step.num_merged_rows
-        arguments = query, cache, plan, positions, out, self._partials, self._partial_sums, query.stride(0)
-        constants = {**self._constants, "WINDOW": window, "SCALE": scaling}
+        sink_memory = query if sinks is None else sinks  # without sinks, none are read
+        outputs, has_sinks = (out, self._partials, self._partial_sums), sinks is not None
+        arguments = query, cache, sink_memory, plan, positions, *outputs, query.stride(0)
+        constants = {**self._constants, "WINDOW": window, "SCALE": scaling, "SOFTCAP": softcap, "HAS_SINKS": has_sinks}
         if num_other_items:
             _attend[(self._num_programs,)](*arguments, **constants, **self._attend_constants)
         if num_chunk_items:
@@ -318,8 +345,8 @@ class PagedAttention:
         if num_merged_rows:
             tile = min(4, triton.next_power_of_2(self.heads))
             _merge[(num_merged_rows, triton.cdiv(self.heads, tile))](
-                plan, out, self._partials, self._partial_sums,
-                HEADS=self.heads, D=self.head_dim, D_BLOCK=self._constants["D_BLOCK"], TILE=tile, num_warps=4,
+                sink_memory, plan, *outputs, HEADS=self.heads, D=self.head_dim, D_BLOCK=self._constants["D_BLOCK"],
+                TILE=tile, HAS_SINKS=has_sinks, num_warps=4,
             )  # fmt: skip
         return out
 

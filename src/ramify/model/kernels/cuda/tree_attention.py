@@ -12,6 +12,9 @@ address of the next load is known early. Where it pays, loads in loops go throug
 which takes the corner of a tile instead of one address per thread (`_tile_descriptor`); on chips without one, Triton
 emulates it.
 
+Soft caps and attention sinks (`scores.py`) are compiled in for models that have them. A sink is the first key of every
+row, so the log-sum-exp contains it, and the backward kernels do not change.
+
 The running maximum of a row is an integer, so that changing it only shifts exponents: weights are rounded to bfloat16
 in the same way whatever came before, and a path gets the same result wherever it is in a pack.
 """
@@ -25,11 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-LOG2E = tl.constexpr(1.4426950408889634)
-# The score of a masked pair: finite, so that a fully masked row is not NaN yet, and a power of two, so that it stays
-# exact when it is scaled and the largest score of such a row minus itself is 0.
-MASKED_SCORE = tl.constexpr(-(2.0**100))
-
+from ramify.model.kernels.cuda.scores import LOG2E, MASKED_SCORE, start_sums, tanh
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -78,10 +77,21 @@ def _mask_scores(scores, END, POSITION, queries, keys, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _cap_scores(scores, CAP: tl.constexpr):
+    """Return the scores with a soft cap, unless it is 0, and the slope of the cap at each."""
+    slope = 1.0
+    if CAP > 0:
+        ratio = tanh(scores * (1 / CAP))
+        scores, slope = ratio * CAP, 1 - ratio * ratio
+    return scores, slope
+
+
+@triton.jit
 def _forward(
-    Q, K, V, END, POSITION, BLOCK_LISTS, OUT, LSE, tokens,
+    Q, K, V, SINKS, END, POSITION, BLOCK_LISTS, OUT, LSE, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     blocks, tile, num_full, num_tiles = _load_header(BLOCK_LISTS, tokens, BLOCK, TILE)
@@ -91,9 +101,9 @@ def _forward(
     q = tl.load(Q + own_offsets)
     k_tiles = _tile_descriptor(K, tokens, KV_HEADS, D, TILE)
     v_tiles = _tile_descriptor(V, tokens, KV_HEADS, D, TILE)
+    score_unit: tl.constexpr = (SOFTCAP if SOFTCAP > 0 else SCALE) * LOG2E
     acc = tl.zeros([TILE, D], tl.float32)
-    row_max = tl.full([TILE], MASKED_SCORE, tl.float32)
-    row_sum = tl.zeros([TILE], tl.float32)
+    row_max, row_sum = start_sums(SINKS, tl.full([TILE], head, tl.int32), HAS_SINKS)
     for needs_mask in tl.static_range(2):
         first, last = (num_full, num_tiles) if needs_mask else (0, num_full)
         next_tile = _load_tile_index(blocks, first, BLOCK, TILE)
@@ -102,12 +112,14 @@ def _forward(
             next_tile = _load_tile_index(blocks, next_index, BLOCK, TILE)
             k = k_tiles.load([key_tile * TILE, kv_head * D])
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if SOFTCAP > 0:
+                scores = tanh(scores * (SCALE / SOFTCAP))
             if needs_mask:
                 keys = key_tile * TILE + tl.arange(0, TILE)
                 scores = _mask_scores(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
-            new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1) * (SCALE * LOG2E)))
+            new_max = tl.maximum(row_max, tl.ceil(tl.max(scores, 1) * score_unit))
             rescale = tl.exp2(row_max - new_max)
-            weight = tl.exp2(scores * (SCALE * LOG2E) - new_max[:, None])
+            weight = tl.exp2(scores * score_unit - new_max[:, None])
             row_max, row_sum = new_max, row_sum * rescale + tl.sum(weight, 1)
             v = v_tiles.load([key_tile * TILE, kv_head * D])
             acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -119,7 +131,7 @@ def _forward(
 def _backward_queries(
     Q, K, V, END, POSITION, BLOCK_LISTS, OUT, GRAD, LSE, DELTA, D_Q, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     blocks, tile, num_full, num_tiles = _load_header(BLOCK_LISTS, tokens, BLOCK, TILE)
@@ -141,11 +153,14 @@ def _backward_queries(
             key_offset = _tile_offset(key_tile, kv_head, KV_HEADS, D, TILE)
             k = tl.load(K + key_offset + kv_offsets)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)
+            scores, slope = _cap_scores(scores, SOFTCAP * LOG2E)
             if needs_mask:
                 keys = key_tile * TILE + tl.arange(0, TILE)
                 scores = _mask_scores(scores, END, POSITION, queries[:, None], keys[None, :], WINDOW)
             d_weight = tl.dot(grad, tl.trans(tl.load(V + key_offset + kv_offsets)), input_precision=PRECISION)
             d_scores = tl.exp2(scores - lse[:, None]) * (d_weight - delta[:, None])
+            if SOFTCAP > 0:
+                d_scores *= slope
             d_q = tl.dot(d_scores.to(k.dtype), k, d_q, input_precision=PRECISION)
     tl.store(D_Q + own_offsets, (d_q * SCALE).to(D_Q.dtype.element_ty))
 
@@ -154,7 +169,7 @@ def _backward_queries(
 def _backward_keys(
     Q, K, V, END, POSITION, BLOCK_LISTS, GRAD, LSE, DELTA, D_K, D_V, tokens,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     blocks, tile, num_full, num_tiles = _load_header(BLOCK_LISTS, tokens, BLOCK, TILE)
@@ -178,6 +193,7 @@ def _backward_keys(
             queries = query_tile * TILE + tl.arange(0, TILE)
             q = q_tiles.load([query_tile * TILE, head * D])
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (SCALE * LOG2E)
+            scores, slope = _cap_scores(scores, SOFTCAP * LOG2E)
             if needs_mask:
                 scores = _mask_scores(scores, END, POSITION, queries[None, :], keys[:, None], WINDOW)
             weight = tl.exp2(scores - tl.load(LSE + head * tokens + queries)[None, :])
@@ -185,6 +201,8 @@ def _backward_keys(
             d_v = tl.dot(weight.to(grad.dtype), grad, d_v, input_precision=PRECISION)
             d_weight = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             d_scores = weight * (d_weight - tl.load(DELTA + head * tokens + queries)[None, :])
+            if SOFTCAP > 0:
+                d_scores *= slope
             d_k = tl.dot(d_scores.to(q.dtype), q, d_k, input_precision=PRECISION)
     tl.store(D_K + own_offsets, (d_k * SCALE).to(D_K.dtype.element_ty))
     tl.store(D_V + own_offsets, d_v.to(D_V.dtype.element_ty))
@@ -198,6 +216,7 @@ def tree_attention_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None,
     end: Tensor,
     position: Tensor,
     kv_lists: Tensor,
@@ -205,14 +224,17 @@ def tree_attention_op(
     scale: float,
     window: int,
     block_size: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output, [tokens, heads, width], and the base-2 log-sum-exp of scores, [heads, tokens]."""
     tokens, heads = query.shape[:2]
     out, lse = torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
-    constexprs = _constexpr_args(query, key, scale, window, block_size, stages=1)
+    constexprs = _constexpr_args(query, key, scale, window, block_size, softcap, stages=1)
     set_triton_allocator()
-    inputs = query, key, value, end, position
-    wrap_triton(_forward)[(heads, tokens // constexprs["TILE"])](*inputs, kv_lists, out, lse, tokens, **constexprs)
+    inputs = query, key, value, query if sinks is None else sinks, end, position  # without sinks, none are read
+    wrap_triton(_forward)[(heads, tokens // constexprs["TILE"])](
+        *inputs, kv_lists, out, lse, tokens, HAS_SINKS=sinks is not None, **constexprs
+    )
     return out, lse
 
 
@@ -222,6 +244,7 @@ def _tree_attention_backward_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
     end: Tensor,
@@ -231,11 +254,12 @@ def _tree_attention_backward_op(
     scale: float,
     window: int,
     block_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, heads = query.shape[:2]
     d_query, d_key, d_value, delta = (torch.empty_like(tensor) for tensor in (query, key, value, lse))
     stages = 2 if query.element_size() == 2 else 1
-    constexprs = _constexpr_args(query, key, scale, window, block_size, stages)
+    constexprs = _constexpr_args(query, key, scale, window, block_size, softcap, stages)
     set_triton_allocator()
     inputs, saved = (query, key, value, end, position), (grad, lse, delta)
     wrap_triton(_backward_queries)[(heads, tokens // constexprs["TILE"])](
@@ -244,11 +268,14 @@ def _tree_attention_backward_op(
     wrap_triton(_backward_keys)[(key.shape[1], tokens // constexprs["TILE"])](
         *inputs, q_lists, *saved, d_key, d_value, tokens, **constexprs
     )
-    return d_query, d_key, d_value
+    if sinks is None:
+        return d_query, d_key, d_value, query.new_empty(0)
+    weights = (sinks.float()[:, None] * LOG2E.value - lse).exp2()
+    return d_query, d_key, d_value, -(weights * delta).sum(1).to(sinks.dtype)
 
 
 def _constexpr_args(
-    query: Tensor, key: Tensor, scale: float, window: int, block_size: int, stages: int
+    query: Tensor, key: Tensor, scale: float, window: int, block_size: int, softcap: float, stages: int
 ) -> dict[str, Any]:
     """Return the arguments that the kernels are compiled for."""
     return {
@@ -259,6 +286,7 @@ def _constexpr_args(
         "TILE": choose_tile(block_size, query.shape[2] * query.element_size(), get_shared_memory(query.device)),
         "WINDOW": window,
         "SCALE": scale,
+        "SOFTCAP": softcap,
         "PRECISION": "ieee",  # of float32; the products of bfloat16 are exact
         "num_warps": 4 if query.element_size() == 2 else 8,
         "num_stages": stages,  # with one, more programs run at once
@@ -289,14 +317,14 @@ def _allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.window, ctx.block_size = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    *tensors, ctx.scale, ctx.window, ctx.block_size, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors[:4], *output, *tensors[4:])
 
 
 def _autograd_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    arguments = grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window, ctx.block_size
-    grads = _tree_attention_backward_op(*arguments)  # pyright: ignore[reportCallIssue]
-    return *grads, *(None,) * 7
+    arguments = grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window, ctx.block_size, ctx.softcap
+    *grads, d_sinks = _tree_attention_backward_op(*arguments)  # pyright: ignore[reportCallIssue]
+    return *grads, d_sinks if len(d_sinks) else None, *(None,) * 8
 
 
 tree_attention_op.register_autograd(_autograd_backward, setup_context=_setup_context)
