@@ -50,9 +50,10 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_model_of_a_step_is_the_published_one(finished, tmp_path, capsys):
     assert main(["export", str(finished.path), "--model", str(tmp_path / "last")]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("model of step 2")
-    assert ("adapters merged" in out) == ("rank = 4" in (finished.path / "config.toml").read_text())
+    output = capsys.readouterr()
+    assert output.out == f"{tmp_path / 'last'}\n"
+    assert output.err.startswith("model of step 2")
+    assert ("adapters merged" in output.err) == ("rank = 4" in (finished.path / "config.toml").read_text())
     published = read_tensors(finished.weights)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     assert all(torch.equal(model.state_dict()[name], value) for name, value in published.items())
@@ -63,7 +64,7 @@ def test_model_of_a_step_is_the_published_one(finished, tmp_path, capsys):
         capsys.readouterr()
         assert main(["export", str(finished.path), "--model", str(tmp_path / "built"), "--step", "2"]) == 0
         output = capsys.readouterr()
-        assert output.err == "" and len(output.out.splitlines()) == 1  # without the progress bar of transformers
+        assert len(output.err.splitlines()) == 1  # without the progress bar of transformers
         built = read_tensors(tmp_path / "built")
         assert built.keys() == published.keys()
         assert all((built[name] - value).abs().max() <= 1e-6 for name, value in published.items())
@@ -79,7 +80,7 @@ def test_best_step_is_that_of_a_metric(finished, tmp_path, capsys):
     losses = {metric["step"]: metric["value"] for metric in _read_metrics(finished, capsys, "train/loss")}
     assert main(["export", str(finished.path), "--model", str(tmp_path / "best"), "--step", "best:train/loss"]) == 0
     best = min((step for step in losses if step in (1, 2)), key=lambda step: losses[step])
-    assert capsys.readouterr().out.startswith(f"model of step {best}")
+    assert capsys.readouterr().err.startswith(f"model of step {best}")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from ramify.cli.run_lookup import open_run_readonly
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count
 from ramify.run.store import export_run, wrap_storage_errors
+from ramify.train.exported_models import export_model
 
 PROGRESS_INTERVAL = 2.0  # seconds between progress lines
 
@@ -21,12 +22,12 @@ def run(options: Namespace) -> int:
         raise ConfigInvalid("--best and --min-reward choose the rollouts of --to sft")
     if options.best is not None and options.best < 1:
         raise ConfigInvalid(f"--best: expected at least 1, got {options.best}")
-    if options.step and not options.model:
-        raise ConfigInvalid("--step chooses the model that is exported; give --model DIR too")
-    if options.model and file is not None:
+    if options.step and options.model is None:
+        raise ConfigInvalid("--step chooses the model that is exported; give --model too")
+    if options.model is not None and file is not None:
         raise ConfigInvalid("-o is not used with --model, which names the directory")
-    if options.model:
-        return _export_model(options.run, Path(options.model), options.step)
+    if options.model is not None:
+        return _export_model(options.run, Path(options.model) if options.model else None, options.step)
     if options.adapter:
         return _export_adapter(options.run, file)
     if options.to == "sft":
@@ -78,11 +79,12 @@ def _export_adapter(run: str, directory: Path | None) -> int:
     return 0
 
 
-def _export_model(run: str, directory: Path, step: str) -> int:
-    from ramify.train.model_export import export_model  # loads torch
-
-    with open_run_readonly(run) as store, wrap_storage_errors(directory):
+def _export_model(run: str, directory: Path | None, step: str) -> int:
+    """Print the directory alone to stdout, for other programs, and what it is to stderr."""
+    with open_run_readonly(run) as store, wrap_storage_errors(directory or store.path):
         exported = export_model(store, directory, step)
     merged = " (adapters merged; --adapter exports them alone)" if exported.is_merged else ""
-    print(f"model of step {exported.step}{merged} in {directory}; serve it with: ramify serve -m {directory}")
+    advice = f"serve it with: ramify serve -m {exported.directory}"
+    print(f"model of step {exported.step}{merged}; {advice}", file=sys.stderr)
+    print(exported.directory)
     return 0

@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ramify.cli.commands import DEFAULT_METRICS
-from ramify.cli.run_lookup import find_run
 from ramify.core.console import make_console
 from ramify.core.errors import ConfigInvalid
 from ramify.core.terminal import escape_controls
 from ramify.launch.dashboard import render_sparkline
+from ramify.run.lookup import find_run
 from ramify.run.reader import read_metrics
 from ramify.run.store.run_log import MetricPoint
 

@@ -5,11 +5,12 @@ from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
-from ramify.cli.run_lookup import build_resume_command, find_run
+from ramify.cli.run_lookup import build_resume_command
 from ramify.core.errors import CheckpointRefused, ConfigInvalid
 from ramify.core.interactive import call_interruptible
 from ramify.launch.head import check_newest_head
 from ramify.launch.run_directory import FINISHED_KEY
+from ramify.run.lookup import find_run
 from ramify.run.store import RunStore, storage_call, wrap_storage_errors
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.run_log import build_event_change

@@ -6,40 +6,16 @@ from pathlib import Path
 from ramify.cli.arguments import format_resume_command
 from ramify.core.config import CONFIG_FILE
 from ramify.core.errors import ConfigInvalid, RamifyError
-from ramify.core.names import find_similar, format_count
-from ramify.core.watchdog import watch_storage
+from ramify.core.names import format_count
+from ramify.run.lookup import OUTPUT_DIR, find_run
 from ramify.run.store import RolloutRecord, RunStore
-from ramify.run.store.index import DATABASE_NAME, check_index_file
+from ramify.run.store.index import DATABASE_NAME
 from ramify.run.store.ledger import Ledger
-
-OUTPUT_DIR = Path("outputs")
-MAX_LISTED = 8  # runs in a message
 
 
 def open_run_readonly(name: str) -> RunStore:
     """Open the run with this name or path for reading."""
     return RunStore.open(find_run(name), write=False)
-
-
-def find_run(name: str) -> Path:
-    """Return the directory of the run with this name or path. Raises RunDamaged for one that has lost its index."""
-    with watch_storage(name):
-        for path in (Path(name), OUTPUT_DIR / name):
-            check_index_file(path)
-            if (path / DATABASE_NAME).is_file():
-                return path
-        raise ConfigInvalid(f"no run {name!r}; {_suggest_run(name)}")
-
-
-def _suggest_run(name: str) -> str:
-    """Return the run that may have been meant, else those in the folder where it was looked for."""
-    parent = Path(name).parent
-    folder = OUTPUT_DIR if parent == Path() else parent
-    runs = sorted(path.parent.name for path in folder.glob(f"*/{DATABASE_NAME}"))
-    if similar := find_similar(Path(name).name, runs):
-        return f"did you mean {str(parent / similar)!r}?"
-    others = f" and {len(runs) - MAX_LISTED} others" if len(runs) > MAX_LISTED else ""
-    return f"{folder} has {', '.join(runs[:MAX_LISTED]) or 'no runs'}{others}"
 
 
 def find_rollout(store: RunStore, id_prefix: str) -> RolloutRecord:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ramify.cli.commands import DEFAULT_FOLDER
-from ramify.cli.run_lookup import find_run
 from ramify.core.errors import ConfigInvalid
+from ramify.run.lookup import find_run
 from ramify.view.export import export_run, find_only_run
 from ramify.view.queries import RunQueries
 from ramify.view.server import open_browser, serve_page

@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ramify.cli.run_lookup import build_resume_command, find_run
+from ramify.cli.run_lookup import build_resume_command
 from ramify.core.config import CONFIG_FILE
 from ramify.core.console import make_console
 from ramify.core.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy
 from ramify.core.names import format_count
 from ramify.launch.status_line import describe_last_state, format_status_line
 from ramify.processes.log import ProcessLog
+from ramify.run.lookup import find_run
 from ramify.run.reader import (
     INTERRUPTED_EVENT,
     ObservedRun,

@@ -3,21 +3,24 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ramify.core.config import Config
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
+from ramify.model.run_models import expand_run_model
 
 # On a CPU, on a GPU:
 DEFAULT_RUNNING_REQUESTS, DEFAULT_BATCHED_TOKENS, DEFAULT_KV_FRACTIONS = (64, 256), (1024, 8192), (0.4, 0.85)
+ModelName = Annotated[str, AfterValidator(expand_run_model)]
 AutoCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 
 
 class ModelConfig(Config):
     """A model by name."""
 
-    name: str = "tiny"
-    """A packaged model, a directory, or a Hugging Face id, which is downloaded if it is not in the local cache."""
+    name: ModelName = "tiny"
+    """A packaged model, a directory, `run:NAME`, `run:NAME@STEP` or `run:NAME@best:METRIC` for a model that another run
+    has trained, or a Hugging Face id, which is downloaded if it is not in the local cache."""
 
 
 class EngineAdaptersConfig(Config):
@@ -168,8 +171,8 @@ class NamedModelConfig(Config):
     With `name` alone, the run starts and supervises an engine for it; with `base_url`, servers run already.
     """
 
-    name: str = ""
-    """A packaged model, a directory, or a Hugging Face id. With `base_url`: the name of the model on the servers."""
+    name: ModelName = ""
+    """A model as in `model.name`. With `base_url`: the name of the model on the servers."""
     base_url: list[str] = []
     """Addresses of servers that run already, native or vLLM; all serve the same model."""
     inference: ManagedInferenceConfig = EngineConfig()

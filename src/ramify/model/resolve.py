@@ -1,6 +1,7 @@
 """Resolving the name of a model to its directory.
 
-A name is the model that ships with the package, a directory, or a Hugging Face id. `resolve_model_path` only looks at
+A name is the model that ships with the package, a directory, `run:NAME@STEP` for a model that another run has trained,
+or a Hugging Face id. `resolve_model_path` only looks at
 this machine. `fetch_model` downloads an id of the form ORG/NAME that is not in the local cache: commands that will load
 the model call it, dry runs and commands that only use a server do not.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from ramify.core.errors import ModelNotFound
 from ramify.core.names import suggest
 from ramify.core.terminal import get_raw_stream
+from ramify.model.run_models import expand_run_model
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -115,6 +117,7 @@ WEIGHTS_NAME_PATTERN = re.compile(rf"({TOKEN_PATTERN})-(\d{{6,}})")  # the train
 
 def resolve_model_path(name: str) -> Path:
     """Return the directory of the model `name`, which holds at least `config.json`. Raises ModelNotFound."""
+    name = expand_run_model(name)
     if name in PACKAGED_MODELS:
         return _first_model_directory(name, [Path(__file__).parent / "bundled" / name])
     candidates = [Path(name).expanduser()]
@@ -128,6 +131,7 @@ def fetch_model(name: str, *, log: Callable[[str], None] | None = None) -> Path:
 
     `log` gets lines about the download; by default they go to standard error. Raises ModelNotFound.
     """
+    name = expand_run_model(name)
     try:
         directory = resolve_model_path(name)
     except ModelNotFound:

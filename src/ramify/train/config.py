@@ -1,5 +1,6 @@
 """Configuration of training. Importable without torch."""
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -262,3 +263,13 @@ class TrainerProcessConfig(Config):
     def weights_directory(self) -> Path:
         """The directory of the published weights."""
         return self.weights.directory_for(self.path, self.shared_directory)
+
+
+def read_run_config(path: Path) -> tuple[TrainedModelConfig, TrainerConfig]:
+    """Read the model and the settings of the trainer from a run's configuration."""
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+        model = TrainedModelConfig.model_validate(table["model"])
+        return model, TrainerConfig.model_validate(table.get("trainer", {}))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigInvalid(f"{path} does not say how the run was trained: {error}") from error

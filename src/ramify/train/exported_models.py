@@ -1,0 +1,115 @@
+"""The models of a run, by step, as directories that transformers and vLLM load. Importable without torch.
+
+Few versions of the published weights are kept, so the model is copied from there if its step is among them, and built
+from the checkpoint of the step otherwise. The adapters of a LoRA run are merged into its base model in both cases.
+"""
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ramify.core.config import CONFIG_FILE
+from ramify.core.errors import ConfigInvalid
+from ramify.core.files import create_directory
+from ramify.core.names import suggest
+from ramify.model.resolve import WEIGHTS_NAME_PATTERN
+from ramify.model.run_models import BEST_PREFIX, get_model_directory
+from ramify.model.weights_manifest import MANIFEST_FILE, verify_weights
+from ramify.run.fencing.token import FencingToken
+from ramify.run.store import RunStore
+from ramify.run.store.ledger import Ledger
+from ramify.run.store.run_log import MetricPoint, RunLog
+from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_committed_checkpoint, list_saved_steps
+from ramify.train.config import read_run_config
+from ramify.train.weights_directory import WEIGHTS_DIR
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedModel:
+    """A model that was exported, and whether the adapters of a LoRA run were merged into it."""
+
+    step: int
+    directory: Path
+    is_merged: bool
+
+
+def export_model(store: RunStore, directory: Path | None = None, step: str = "") -> ExportedModel:
+    """Write the model after a step to `directory`, by default to one for this step in the run, unless it exists there.
+
+    `step` is a number, or `best:METRIC`; without it, the last step is exported. Raises ConfigInvalid if a given
+    directory exists or there is no such step, CheckpointRefused or WeightsRefused if files are damaged.
+    """
+    run = store.path
+    if directory is not None and directory.exists():
+        raise ConfigInvalid(f"{directory} already exists: remove it, or choose another directory")
+    _, trainer = read_run_config(run / CONFIG_FILE)
+    ledger = Ledger.open_readonly(store)
+    published, checkpoint_steps = _find_published(run / WEIGHTS_DIR), list_saved_steps(run / CHECKPOINTS_DIR)
+    committed = ledger.progress().committed or max(checkpoint_steps, default=0)
+    available = sorted(number for number in {*published, *checkpoint_steps} if 0 < number <= committed)
+    if not available:
+        raise ConfigInvalid(f"{run} has no checkpoint yet, so there is no model to export")
+    chosen = _choose_step(step, available, store)
+    directory = directory or get_model_directory(run, chosen)
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        if chosen in published and verify_weights(published[chosen]).adapters is None:
+            with create_directory(directory) as partial_path:
+                shutil.copytree(published[chosen], partial_path, dirs_exist_ok=True)
+        else:
+            from ramify.train.model_export import build_model  # loads torch
+
+            checkpoint: Path | None = None
+            if chosen not in published:
+                commit = ledger.get_commit(chosen)
+                checkpoint = find_committed_checkpoint(
+                    run / CHECKPOINTS_DIR, chosen, commit.directory if commit else ""
+                )
+            build_model(directory, run, chosen, checkpoint, published)
+    return ExportedModel(chosen, directory, trainer.lora.enabled)
+
+
+def _choose_step(step: str, available: list[int], store: RunStore) -> int:
+    """Return the step that was asked for. Raises ConfigInvalid if it is not available."""
+    if not step:
+        return available[-1]
+    steps = f"steps of {store.path} with a model: {', '.join(map(str, available))} (checkpoint.keep_last)"
+    if not step.startswith(BEST_PREFIX):
+        if not step.isdecimal() or int(step) not in available:
+            raise ConfigInvalid(f"--step: expected one of the available steps or best:METRIC, got {step!r}; {steps}")
+        return int(step)
+    metric, run_log = step.removeprefix(BEST_PREFIX), RunLog(store)
+    points = run_log.metrics(metric)
+    if not points:
+        known = sorted({point.name for point in run_log.metrics("eval/*") + run_log.metrics("reward/*")})
+        raise ConfigInvalid(
+            f"--step: the run has no metric {metric!r}; {suggest(metric, known, 'see `ramify metrics`')}"
+        )
+    best = find_best_step(points, available)
+    if best is None:
+        raise ConfigInvalid(f"--step: {metric} was not measured at any available step; {steps}")
+    return best
+
+
+def find_best_step(points: Iterable[MetricPoint], steps: Iterable[int]) -> int | None:
+    """Return the step of `steps` with the highest value of a metric, or with the lowest one if its name ends in `loss`.
+
+    Of equal values, the last step counts. None if the metric was measured at none of them.
+    """
+    allowed = {*steps}
+    ranked = [
+        (-point.value if point.name.endswith("loss") else point.value, point.step)
+        for point in points
+        if point.step in allowed
+    ]
+    return max(ranked)[1] if ranked else None
+
+
+def _find_published(directory: Path) -> dict[int, Path]:
+    """Return the published weights by step. If several trainers published a step, the newest trainer counts."""
+    versions: list[tuple[FencingToken, int, Path]] = []
+    for manifest in directory.glob(f"*/{MANIFEST_FILE}"):
+        if match := WEIGHTS_NAME_PATTERN.fullmatch(manifest.parent.name):
+            versions.append((FencingToken.parse(match[1]), int(match[2]), manifest.parent))
+    return {step: path for _, step, path in sorted(versions)}

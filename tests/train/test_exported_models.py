@@ -1,0 +1,69 @@
+"""`run:NAME@STEP`: a model that another run has trained, wherever a model is named."""
+
+import tomllib
+
+import pytest
+
+from ramify.core.config import write_toml
+from ramify.core.errors import ModelNotFound
+from ramify.infer.config import ModelConfig, NamedModelConfig, ServeConfig
+from ramify.model.resolve import fetch_model, resolve_model_path
+from ramify.model.weights_manifest import Manifest
+from ramify.run.store import Ledger, open_run
+from ramify.run.store.run_log import MetricPoint, RunLog
+from ramify.trace.version import PolicyVersion
+from ramify.train.exported_models import find_best_step
+from ramify.train.sft.config import SftConfig, SftDataConfig
+from tests.support.models import publish_as
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A finished run `outputs/first` with the weights of steps 2 and 4, of which step 2 has the higher reward."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "outputs" / "first"
+    with open_run(path, {}, fresh=False) as store:
+        Ledger.open(store)
+        for step, value in ((2, 0.75), (4, 0.5), (6, 1.0)):
+            RunLog(store).log_metrics(step, {"eval/held-out/avg": value})
+    write_toml(SftConfig(data=SftDataConfig(path="rows.jsonl")), path / "config.toml")
+    for step in (2, 4):
+        publish_as(path / "weights" / f"0-{step:06}", resolve_model_path("tiny"), PolicyVersion("first", 0, step))
+        (path / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
+        (path / "checkpoints" / f"step_{step:06}" / "checkpoint.json").touch()
+    return path
+
+
+@pytest.mark.process
+def test_a_config_names_the_directory_of_the_step(run, tmp_path):
+    config = ServeConfig(model=ModelConfig(name="run:first"))
+    assert config.model.name == "outputs/first/models/first-000004"
+    assert ServeConfig(model=ModelConfig(name="run:first@best:eval/held-out/avg")).model.name.endswith("first-000002")
+    assert NamedModelConfig(name="run:outputs/first@2").name == "outputs/first/models/first-000002"
+    directory = fetch_model("run:first@2")
+    assert directory == run / "models" / "first-000002"
+    assert Manifest.read(directory).version == PolicyVersion("first", 0, 2)
+    write_toml(config, tmp_path / "serve.toml")  # the processes of a run, and a resumed run, get the same step
+    assert tomllib.loads((tmp_path / "serve.toml").read_text())["model"]["name"] == config.model.name
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("run:fist", "model 'run:fist': no run 'fist'; did you mean 'first'?"),
+        ("run:first@3", "model 'run:first@3': --step: expected one of the available steps or best:METRIC, got '3'"),
+        ("run:first@best:reward", "model 'run:first@best:reward': --step: the run has no metric 'reward'"),
+    ],
+)
+def test_a_missing_run_step_or_metric_is_named(run, name, message):
+    with pytest.raises(ModelNotFound) as info:
+        ModelConfig(name=name)
+    assert info.value.message.startswith(message)
+
+
+def test_the_best_step_has_the_highest_value_or_the_lowest_loss():
+    points = [MetricPoint(step, "eval/avg", value) for step, value in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 1.0))]
+    assert find_best_step(points, [1, 2, 3]) == 3  # of equal values, the last
+    assert find_best_step([point._replace(name="validation/loss") for point in points], [1, 2, 4]) == 1
+    assert find_best_step(points, [7]) is None
