@@ -28,7 +28,7 @@ QUESTIONS = {
     "serve": "inference.md#serve-a-model",
     "SFT data": "sft.md",
     "models are supported": "models.md#supported-models",
-    "migrate": "from-trl.md",
+    "migrate": "from-prime-rl.md",
 }
 
 

@@ -17,10 +17,13 @@ from ramify.env.plugin import PLUGIN_KINDS, find_plugin_class, get_config_class
 
 FOLDER = "reference"
 PLUGINS = "plugins"
-INTRODUCTION = """All configuration keys of {names}, generated from the configuration classes. `trainer.optim.lr` is `lr` in the
-table `[trainer.optim]` of a file, and the flag `--trainer.optim.lr`. Entries of a list are numbered: `train.0` is the first
-table `[[train]]`. `NAME` is a name that you choose. Tables with an `id` have the keys of a [plugin](plugins.md).
-[Configuration](../configuration.md) says how files and flags are combined."""
+INTRODUCTION = """All configuration keys of {names}, generated from the configuration classes. `trainer.optim.lr` is
+`lr` in the table `[trainer.optim]` of a file, and the flag `--trainer.optim.lr`. Entries of a list are numbered:
+`train.0` is the first table `[[train]]`. `NAME` is a name that you choose. Tables with an `id` have the keys of a
+[plugin](plugins.md). [Configuration](../configuration.md) says how files and flags are combined."""
+PLUGINS_INTRODUCTION = """The keys of the tables that select a plugin by `id`, such as
+`taskset = { id = "dataset", path = "sums.jsonl" }`, for the plugins that come with Ramify. The flag
+`--taskset.KEY VALUE` of `ramify rl ID` sets one."""
 
 
 def list_pages() -> dict[str, str]:
@@ -61,11 +64,7 @@ def format_keys(keys: list[HelpKey]) -> Iterator[str]:
 
 
 def _format_plugins() -> Iterator[str]:
-    yield from ("# Options of plugins", "")
-    yield (
-        'The keys of the tables that select a plugin by `id`, such as `taskset = { id = "dataset", path = "sums.jsonl" }`, '
-        "for the plugins that come with Ramify. `ramify rl ID --taskset.KEY VALUE` sets one."
-    )
+    yield from ("# Options of plugins", "", PLUGINS_INTRODUCTION)
     for kind, plugins in PLUGIN_KINDS.items():
         yield from ("", f"## {kind}")
         for id in plugins.builtin_paths:
