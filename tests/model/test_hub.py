@@ -1,96 +1,30 @@
 """Hub models are downloaded into the cache; without a network one line says how to get the files."""
 
-import json
 import shutil
 import threading
-from hashlib import sha1
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from ramify.cli import main
+from ramify.core import hub
 from ramify.core.errors import ModelNotFound
-from ramify.model import resolve
 from ramify.model.resolve import fetch_model, resolve_model_path
+from tests.support.hub import serve_hub
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "org/small"
-
-
-class FakeHub(ThreadingHTTPServer):
-    """A hub with one model: as much of the protocol as a download needs."""
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), HubHandler)
-        self.files, self.sent, self.gated = files, [], False
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: FakeHub
-
-    def do_HEAD(self) -> None:
-        self.respond(body=False)
-
-    def do_GET(self) -> None:
-        self.respond(body=True)
-
-    def respond(self, *, body: bool) -> None:
-        path = unquote(urlsplit(self.path).path)
-        files = self.server.files
-        tree = [
-            {"type": "file", "path": name, "size": len(data), "oid": sha1(data).hexdigest()}
-            for name, data in files.items()
-        ]
-        if self.server.gated:
-            return self.reply(403, b"{}", {"X-Error-Code": "GatedRepo"}, body=body)
-        if path == f"/api/models/{NAME}/revision/main":
-            siblings = [{"rfilename": name} for name in files]
-            info = {"id": NAME, "sha": COMMIT, "private": False, "siblings": siblings}
-            return self.reply(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, body=body)
-        if path == f"/api/models/{NAME}/tree/{COMMIT}":
-            return self.reply(200, json.dumps(tree).encode(), {"Content-Type": "application/json"}, body=body)
-        name = path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")
-        if name in files:
-            if body:
-                self.server.sent.append(name)
-            headers = {"ETag": f'"{sha1(files[name]).hexdigest()}"', "X-Repo-Commit": COMMIT}
-            return self.reply(200, files[name], headers, body=body)
-        return self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"}, body=body)
-
-    def reply(self, code: int, data: bytes, headers: dict[str, str], *, body: bool) -> None:
-        self.send_response(code)
-        for key, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @pytest.fixture
 def remote(tmp_path, monkeypatch):
     """A hub with `tiny` under another name and other formats of it; and an empty cache."""
     files = {path.name: path.read_bytes() for path in resolve_model_path("tiny").iterdir()}
-    server = FakeHub(
-        {**files, "pytorch_model.bin": b"old", "onnx/model.onnx": b"other", "original/consolidated.json": b"{}"}
-    )
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    others = {"pytorch_model.bin": b"old", "onnx/model.onnx": b"other", "original/consolidated.json": b"{}"}
+    with serve_hub() as server:
+        server.add("models", NAME, {**files, **others})
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield server
 
 
 def test_missing_model_is_downloaded_once(remote, capsys):
@@ -128,15 +62,12 @@ def test_progress_is_logged_without_a_terminal(remote, monkeypatch):
         if "so far" in line:
             progress_logged.set()
 
-    reply = HubHandler.reply
-
-    def reply_slowly(self, code, data, headers, *, body):
-        if body and len(data) > 1_000_000:
+    def wait_for_progress(data: bytes) -> None:
+        if len(data) > 1_000_000:
             assert progress_logged.wait(30)
-        reply(self, code, data, headers, body=body)
 
-    monkeypatch.setattr(resolve, "PROGRESS_INTERVAL", 0.05)
-    monkeypatch.setattr(HubHandler, "reply", reply_slowly)
+    monkeypatch.setattr(hub, "PROGRESS_INTERVAL", 0.05)
+    remote.before_body = wait_for_progress
     fetch_model(NAME, log=log)
     assert any(line.startswith(f"downloading {NAME}: ") and line.endswith("MB so far") for line in lines)
 
@@ -161,9 +92,7 @@ def test_without_a_network_the_error_says_how_to_get_the_files(remote, monkeypat
 
 
 def test_unknown_and_gated_models_are_reported(remote):
-    with pytest.raises(
-        ModelNotFound, match=f"'org/smal' is neither a directory here nor on {remote.url}: check the name"
-    ):
+    with pytest.raises(ModelNotFound, match=f"'org/smal' is neither a path here nor on {remote.url}: check the name"):
         fetch_model("org/smal", log=lambda line: None)
     remote.gated = True
     with pytest.raises(ModelNotFound, match=f"accept its terms at {remote.url}/{NAME}"):

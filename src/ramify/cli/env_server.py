@@ -8,6 +8,8 @@ import sys
 from ramify.cli.arguments import ConfigCall
 from ramify.core.errors import PeerLost
 from ramify.core.files import write_atomically
+from ramify.core.hub import print_to_stderr
+from ramify.env.tasksets.data_selection import fetch_dataset_of
 from ramify.processes.wire.address import check_bind_address
 from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.rollout.envserver.server import EnvServer
@@ -23,6 +25,7 @@ def run(call: ConfigCall[EnvServerConfig]) -> int:
         log_path = selected.log_path(config.output)
         print(f"would serve {selected.key} at {address}, {selected.config.pool}, log in {log_path}")
         return 0
+    fetch_dataset_of(selected.config.taskset, print_to_stderr)
     asyncio.run(serve(config))
     return 0
 

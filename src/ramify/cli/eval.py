@@ -20,7 +20,14 @@ from ramify.rollout.evals.display import EvalContent
 from ramify.rollout.evals.plan import load_plan
 from ramify.rollout.evals.policy_client import check_server
 from ramify.rollout.evals.report import build_report
-from ramify.rollout.evals.run import EvalResult, evaluate, find_rollouts_to_run, get_run_path, with_eval_split
+from ramify.rollout.evals.run import (
+    EvalResult,
+    evaluate,
+    find_rollouts_to_run,
+    get_run_path,
+    pin_eval_dataset,
+    with_eval_split,
+)
 from ramify.rollout.evals.trace_view import render_trace_tree
 from ramify.rollout.runtime.bwrap import describe_fallback
 from ramify.run.store import RunStore
@@ -40,7 +47,7 @@ def run(call: ConfigCall[EvalConfig]) -> int:
 
 def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
     """Check what the evaluation would refuse at its start, and print how many rollouts it would run."""
-    config = with_eval_split(config)
+    config = with_eval_split(pin_eval_dataset(config, fresh=fresh, accept_changes=accept, log=None))
     environment = Environment.load(config.source)
     rollouts = asyncio.run(load_plan(environment, config))
     check_server(config, environment)

@@ -17,6 +17,7 @@ from ramify.launch.demands import list_planned_nodes
 from ramify.launch.dry_run_checks import check_start
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import assume_machine, describe_machine
+from ramify.launch.pinned_datasets import pin_datasets
 from ramify.launch.plan import format_plan, plan_run, write_plan
 from ramify.launch.published_weights import find_newest_weights
 from ramify.launch.python_api import rl
@@ -45,6 +46,7 @@ def run(call: ConfigCall[RunConfig]) -> int:
 
 def _print_plan(config: RunConfig, *, fresh: bool, accept: bool, assumed_gpus: str | None) -> int:
     """Check what the run would refuse at its start, and print its plan."""
+    config = pin_datasets(config, fresh=fresh, accept_changes=accept, log=None)
     check_start(config, fresh=fresh, accept_changes=accept)
     nodes, origin = _list_nodes(config, assumed_gpus)
     try:

@@ -12,9 +12,11 @@ from rich.text import Text
 
 from ramify.cli.arguments import ConfigCall
 from ramify.core.console import PipeConsole
+from ramify.core.hub import print_to_stderr
 from ramify.core.names import format_count
 from ramify.env import Task
 from ramify.env.decorators import MISSING_REWARD_ADVICE
+from ramify.env.tasksets.data_selection import fetch_dataset_of
 from ramify.infer.gateway import Gateway
 from ramify.processes.interpreter import find_other_interpreter, run_command_in
 from ramify.rollout import Environment, SourceConfig, TaskValidation, validate_task
@@ -32,6 +34,7 @@ def run(call: ConfigCall[ValidateConfig]) -> int:
         run_command_in(python, "validate", call.argv)
     harness = {"id": "chat", "timeout": config.timeout}
     source = SourceConfig(taskset=config.taskset, runtime=config.runtime, harness=harness, timeouts=config.timeouts)
+    fetch_dataset_of(config.taskset, print_to_stderr)
     env = Environment.load(source)
     tasks = load_first_tasks(env, config.num_tasks or MAX_TASKS)
     results = asyncio.run(_validate_tasks(env, tasks, config))

@@ -8,11 +8,12 @@ Problems that appear only when the model is loaded are left to the run.
 from pathlib import Path
 
 from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound, RamifyError
+from ramify.core.hub import is_hub_id
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
 from ramify.launch.run_checks import find_run_problems, list_missing_models
 from ramify.launch.run_directory import check_environments
 from ramify.model.render import load_renderer
-from ramify.model.resolve import is_hub_id, resolve_model_path
+from ramify.model.resolve import resolve_model_path
 from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.wire.address import check_bind_address
 from ramify.run.store import RunStore

@@ -31,6 +31,7 @@ from ramify.launch.demands import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAIN
 from ramify.launch.launcher import ClusterNode, PlacementRequest, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
 from ramify.launch.memory import DiskEstimate, estimate_disk
+from ramify.launch.pinned_datasets import list_dataset_notes
 from ramify.launch.placement import Assignments, ProcessDemand, RunPlacement, place_processes
 from ramify.launch.process_configs import (
     build_env_server_config,
@@ -108,6 +109,7 @@ def format_plan(config: RunConfig, placement: RunPlacement, origin: str = "", *,
         *list_gpu_notes(config, placement.nodes),
         *([] if disk is None else [str(disk)]),
         *list_model_notes(config),
+        *list_dataset_notes(config),
         *list_start_notes(config),
         *(f"warning: {warning}" for warning in _list_warnings(config, placement, disk)),
     ]

@@ -85,6 +85,8 @@ def _check_in(python: Path, request: dict[str, Any]) -> dict[str, Any]:
 
 def _build_request(config: "RunConfig") -> dict[str, Any]:
     """Return everything to check: sources that the run serves, plugin tables, and the loss, by their config keys."""
+    from ramify.launch.pinned_datasets import list_missing_datasets  # the subprocess does not need it
+
     sources = {
         f"{kind}.{number}": config.with_default_seq_len(source).source_config.model_dump(mode="json")
         for kind, sources in (("train", config.train), ("eval", config.eval))
@@ -93,6 +95,7 @@ def _build_request(config: "RunConfig") -> dict[str, Any]:
     }
     return {
         "sources": sources,
+        "downloads": list(list_missing_datasets(config)),  # tasks that cannot be loaded yet
         "tables": config.plugin_tables,
         "loss": config.trainer.loss.model_dump(mode="json"),
         "model": config.model.name,
@@ -130,7 +133,7 @@ def check_request(request: dict[str, Any]) -> dict[str, Any]:
         except ConfigInvalid as error:
             problems += [problem._replace(key=_prefix_key(source_key, problem.key)) for problem in error.problems]
             continue
-        if request.get("start"):
+        if request.get("start") and source_key not in request["downloads"]:
             problems += _find_first_task_problems(source_key, environment, request)
     try:
         resolved = plugin.resolve_plugins(request["tables"])

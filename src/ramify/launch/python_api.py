@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ramify.core.config import expand_model_name, get_explicit_values, parse_section
 from ramify.core.display import choose_api_display
+from ramify.core.hub import print_to_stderr
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
+from ramify.launch.pinned_datasets import pin_datasets
 from ramify.launch.plan import build_plan
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.run_checks import check_run, list_start_notes
@@ -47,6 +49,7 @@ def rl(
         if is_locked:
             stack.enter_context(lock_run(run_config.path))
         check_run(run_config)
+        run_config = pin_datasets(run_config, fresh=fresh, accept_changes=accept_changes, log=print_to_stderr)
         is_distributed = run_config.cluster.is_distributed
         environments = check_plugin_tables(run_config) if is_distributed else {}  # before the wait for nodes
         launcher, nodes = stack.enter_context(open_launcher(run_config, display.print_line))

@@ -7,13 +7,13 @@ import contextlib
 from typing import Any, cast
 
 from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound
+from ramify.core.hub import is_hub_id
 from ramify.core.names import format_count
 from ramify.infer.config import EngineConfig
 from ramify.launch.plugin_check import raise_with_plugin_problems
 from ramify.model.resolve import (
     fetch_model,
     has_weights,
-    is_hub_id,
     may_be_path,
     read_max_positions,
     read_vocab_size,

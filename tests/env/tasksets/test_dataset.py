@@ -2,6 +2,7 @@
 
 import csv
 import json
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from ramify.core.errors import ConfigInvalid
 from ramify.env.tasksets.dataset import BOXED_INSTRUCTIONS, Dataset, DatasetConfig, extract_final_answer
+from tests.support.images import make_media
 from tests.support.scripted_agent import play
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} are {2 * n}.\n#### {2 * n}"} for n in range(50)]
@@ -160,7 +162,7 @@ def test_dataset_id_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
     (entry / "snapshots" / "abc").mkdir(parents=True)
     write_jsonl(entry / "snapshots" / "abc" / "test.jsonl")
     assert len(load_prompts(make_dataset("some/rows", part="test", eval_share=0, **GSM8K))) == len(ROWS)
-    with pytest.raises(ConfigInvalid, match="Datasets are not downloaded"):
+    with pytest.raises(ConfigInvalid, match="'ramify data other/rows' downloads"):
         load_prompts(make_dataset("other/rows", **GSM8K))
 
 
@@ -234,11 +236,22 @@ def test_metadata_files_in_a_directory_are_not_read_as_rows(tmp_path):
     assert load_prompts(make_dataset(tmp_path, eval_share=0, **GSM8K)) == [row["question"] for row in ROWS]
 
 
-@pytest.mark.parametrize("prompt", ["Which colour?", [{"role": "user", "content": [{"type": "image"}]}]])
-def test_images_column_is_refused(tmp_path, prompt):
-    row = {"prompt": prompt, "answer": "red", "images": ["red.png"]}
+def test_images_of_a_column_are_put_into_the_parts_that_refer_to_them(tmp_path):
+    image = make_media(8, 8).data
+    (tmp_path / "red.png").write_bytes(image)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which colour?"}]}]
+    rows = [{"prompt": messages, "answer": "red", "images": [name]} for name in ("red.png", "../red.png")]
+    tasks = make_dataset(write_jsonl(tmp_path / "rows.jsonl", rows), eval_share=0).load()
+    url = f"data:image/png;base64,{b64encode(image).decode()}"
+    assert next(tasks).prompt[0]["content"][0] == {"type": "image_url", "image_url": {"url": url}}
+    with pytest.raises(ConfigInvalid, match="row 2: image: expected a file below the directory"):
+        next(tasks)
+
+
+def test_images_to_which_no_prompt_refers_are_refused(tmp_path):
+    row = {"prompt": "Which colour?", "answer": "red", "images": ["red.png"]}
     taskset = make_dataset(write_jsonl(tmp_path / "rows.jsonl", [{**row, "images": []}, row]), eval_share=0)
-    with pytest.raises(ConfigInvalid, match=r"row 2 has images in its column 'images'.*image_url"):
+    with pytest.raises(ConfigInvalid, match=r"row 2 has images in its column 'images', but its prompt refers to none"):
         list(taskset.load())
 
 

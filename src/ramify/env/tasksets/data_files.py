@@ -1,80 +1,32 @@
 """Reads the rows of data files: jsonl, parquet, arrow, csv and json, or a directory of them.
 
-A Hugging Face dataset is a directory of such files, saved by `datasets` or downloaded. A dataset id is looked up in the
-local cache and never downloaded. The package `datasets` is not needed.
+A Hugging Face dataset is a directory of such files, saved by `datasets` or downloaded. The package `datasets` is not
+needed.
 """
 
 import csv
 import json
-import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ramify.core.errors import ConfigInvalid
+from ramify.env.tasksets.data_config import DataFilesConfig
+from ramify.env.tasksets.data_selection import list_data_files
 
 DataRow = dict[str, Any]
 MAX_FIELD_CHARS = 2**30  # of a csv field; the default of the csv module is 131,072
-METADATA_FILES = (
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-)  # `datasets` writes these
 
 
-def read_rows(name: str, part: str | None = None) -> Iterator[DataRow]:
-    """Yield the rows of a file, a directory or a dataset id; `part` selects the files of one part, such as `test`."""
-    for file in _find_files(name, part):
+def read_rows(source: DataFilesConfig | str) -> Iterator[DataRow]:
+    """Yield the rows of a file, a directory or a cached dataset of the hub."""
+    config = DataFilesConfig(path=source) if isinstance(source, str) else source
+    for file in list_data_files(config):
         try:
             yield from READERS[file.suffix](file)
         except (ValueError, OSError) as error:  # pyarrow's exceptions are subclasses of these
             raise ConfigInvalid(f"dataset: {file} cannot be read: {error}") from error
-
-
-def _find_files(name: str, part: str | None) -> list[Path]:
-    path = Path(name).expanduser()
-    if path.is_file():
-        if path.suffix not in READERS:
-            raise ConfigInvalid(f"dataset: {path} is not one of {', '.join(READERS)}")
-        return [path]
-    directory = path if path.is_dir() else _find_in_hf_cache(name)
-    readable = sorted(file for file in directory.rglob("*") if file.suffix in READERS and file.is_file())
-    # `datasets` writes caches, which repeat the rows, and metadata in json and csv beside files of other formats.
-    files = [
-        file
-        for file in readable
-        if not (file.name.startswith("cache-") and (file.parent / "state.json").is_file())
-        and file.name not in METADATA_FILES
-    ]
-    data_files = [file for file in files if file.suffix not in (".csv", ".json")] or files
-    selected = [file for file in data_files if part is None or part in _part_names(file, directory)]
-    if not selected:
-        parts = ", ".join(sorted({word for file in data_files for word in _part_names(file, directory)}))
-        missing = f"part {part!r}" if part else "data files"
-        raise ConfigInvalid(f"dataset: {name} has no {missing}; it has {parts or 'no data files'}")
-    return selected
-
-
-def _part_names(file: Path, directory: Path) -> set[str]:
-    """Return the names of a file's part: `train` for `train/data-0.arrow`, `train-0-of-2.parquet` and `train.jsonl`."""
-    return {*file.relative_to(directory).parts[:-1], file.stem.split("-")[0], file.stem}
-
-
-def _find_in_hf_cache(name: str) -> Path:
-    """Return the directory of a dataset's main revision in the local Hugging Face cache."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
-    entry = cache / f"datasets--{name.replace('/', '--')}"
-    main = entry / "refs" / "main"
-    snapshot = entry / "snapshots" / main.read_text().strip() if main.is_file() else None
-    if snapshot is None or not snapshot.is_dir():
-        raise ConfigInvalid(
-            f"dataset: {name} is not a file or directory, and {entry} does not exist. Datasets are not downloaded: "
-            f"run `hf download --repo-type dataset {name}`, or give a path"
-        )
-    return snapshot
 
 
 def _read_jsonl(file: Path) -> Iterator[DataRow]:
@@ -157,7 +109,8 @@ def _import_pyarrow(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ConfigInvalid("dataset: parquet and arrow files need pyarrow: pip install 'ramify[parquet]'") from error
+        advice = "pip install 'ramify[local]', or 'ramify[parquet]' without an engine"
+        raise ConfigInvalid(f"dataset: parquet and arrow files need pyarrow: {advice}") from error
 
 
 READERS: dict[str, Callable[[Path], Iterator[DataRow]]] = {

@@ -1,6 +1,6 @@
 """dataset: questions with answers from your own data files.
 
-`path` is a jsonl, parquet, arrow, csv or json file, a directory of them, or the id of a dataset in the local cache.
+`path` is a jsonl, parquet, arrow, csv or json file, a directory of them, or the id of a Hugging Face dataset.
 Columns and reward are named in the config, so a file like GSM8K or MATH needs no code.
 """
 
@@ -8,6 +8,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self, cast
@@ -15,11 +16,21 @@ from typing import Any, Self, cast
 from pydantic import Field, field_validator
 
 import ramify as rf
-from ramify.core.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid, ImageInvalid, RequestInvalid
 from ramify.env.tasksets.answers import extract_boxed, get_math_checker, is_same_value
 from ramify.env.tasksets.code_tests import CodeTests, count_passed, extract_code, parse_tests
+from ramify.env.tasksets.data_config import DataColumnsConfig
 from ramify.env.tasksets.data_files import DataRow, read_rows
+from ramify.env.tasksets.data_selection import find_data_directory
 from ramify.env.tasksets.splits import EVAL_SHARE, assign_split
+from ramify.infer.dialects.media import (
+    IMAGE_PART_TYPES,
+    ReadUrl,
+    build_dataset_reader,
+    find_image_value,
+    media_to_url,
+    read_image,
+)
 
 BOXED_INSTRUCTIONS = "Put the final answer in \\boxed{}."
 CODE_INSTRUCTIONS = "Write a Python program. Put all of it in one code block."
@@ -30,26 +41,16 @@ DEFAULT_INSTRUCTIONS = {
     TESTS_REWARD: CODE_INSTRUCTIONS,
 }
 MAX_PARSED_CHARS = 2000  # of the end of a reply, by math-verify
-IMAGE_PART_TYPES = ("image_url", "input_image", "image")
-IMAGES_COLUMN = "images"  # as `ramify sft` reads it
 FINAL_ANSWER_MARKER = "####"  # precedes the result in answers of GSM8K
 
 Scorer = Callable[[rf.Task, rf.Trace], float]
 
 
-class DatasetConfig(rf.TasksetConfig):
+class DatasetConfig(DataColumnsConfig, rf.TasksetConfig):
     """The data files, their columns, and the reward."""
 
-    path: str
-    """A file, a directory, or the id of a Hugging Face dataset in the local cache."""
-    part: str | None = None
-    """The part of a directory to read, such as `train` or `test`. Default: all of it."""
-    prompt_column: str = "prompt"
-    """The column with the question: text, or a list of messages."""
     answer_column: str = "answer"
     """The column with the answer."""
-    system_column: str | None = None
-    """The column with the system prompt, if there is one."""
     instructions: str | None = None
     """The system prompt of all rows, if there is no such column. Default: a request for \\boxed{}, or for `tests` one
     for a code block."""
@@ -119,9 +120,8 @@ class Dataset(rf.Taskset):
         config = self.config
         seen: set[str] = set()
         num_repeated = row_number = 0
-        for row_number, row in enumerate(read_rows(config.path, config.part), 1):
-            prompt = _parse_prompt(_get_column(row, config.prompt_column, row_number), row_number)
-            _check_images(row, prompt, row_number)
+        for row_number, row in enumerate(read_rows(config), 1):
+            prompt = self._get_prompt(row, row_number)
             prompt_text = prompt if isinstance(prompt, str) else json.dumps(prompt)
             if assign_split(prompt_text, config.eval_share) != config.split:
                 continue
@@ -137,6 +137,24 @@ class Dataset(rf.Taskset):
         if num_repeated:
             repeated = f"{num_repeated} of {row_number} rows repeat an earlier one"
             print(f"dataset: {config.path}: {repeated}, and are left out", file=sys.stderr)
+
+    def _get_prompt(self, row: DataRow, row_number: int) -> str | tuple[dict[str, Any], ...]:
+        """Return the prompt of a row, with the images of its column in the parts that refer to them."""
+        column = self.config.images_column
+        prompt = _parse_prompt(_get_column(row, self.config.prompt_column, row_number), row_number)
+        if row.get(column) and not _has_images(prompt):
+            problem = f"row {row_number} has images in its column {column!r}, but its prompt refers to none"
+            raise ConfigInvalid(f"dataset: {problem}; use messages with parts of type image, or another images_column")
+        if isinstance(prompt, str):
+            return prompt
+        try:
+            return _insert_images(prompt, iter(row.get(column) or ()), self._read_url)
+        except (ImageInvalid, RequestInvalid) as error:
+            raise ConfigInvalid(f"dataset: row {row_number}: {error.message}") from error
+
+    @cached_property
+    def _read_url(self) -> ReadUrl:
+        return build_dataset_reader(find_data_directory(self.config))
 
     def _find_scorer(self) -> Scorer:
         name = self.config.reward
@@ -224,19 +242,31 @@ def _parse_prompt(value: Any, row_number: int) -> str | tuple[dict[str, Any], ..
     raise ConfigInvalid(f"dataset: the prompt of row {row_number} is neither text nor messages, but {value!r:.80}")
 
 
-def _check_images(row: DataRow, prompt: str | tuple[dict[str, Any], ...], row_number: int) -> None:
-    """Raise ConfigInvalid if a row has images that the model would not see."""
+def _insert_images(
+    prompt: tuple[dict[str, Any], ...], images: Iterator[Any], read_url: ReadUrl
+) -> tuple[dict[str, Any], ...]:
+    """Return the messages with the images of the row in the parts that hold no image, as data URLs."""
+
+    def insert(part: Any) -> Any:
+        # Structs of Parquet have all fields, some of them None.
+        if not (isinstance(part, dict) and part.get("type") in IMAGE_PART_TYPES) or find_image_value(part) is not None:
+            return part
+        if (image := next(images, None)) is None:
+            raise RequestInvalid("a message has more images than its row; set images_column, or put them into parts")
+        return {"type": "image_url", "image_url": {"url": media_to_url(read_image(image, read_url))}}
+
+    return tuple(
+        {**message, "content": [insert(part) for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in prompt
+    )
+
+
+def _has_images(prompt: str | tuple[dict[str, Any], ...]) -> bool:
     contents: list[Any] = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    parts = [part for content in contents if isinstance(content, list) for part in cast(list[Any], content)]
-    dict_parts = [cast(dict[str, Any], part) for part in parts if isinstance(part, dict)]
-    # A part with nothing but its type refers to the column. Structs of Parquet have all fields, some of them None.
-    image_parts = [part for part in dict_parts if part.get("type") in IMAGE_PART_TYPES]
-    has_images = any(value is not None for part in image_parts for key, value in part.items() if key != "type")
-    if row.get(IMAGES_COLUMN) and not has_images:
-        raise ConfigInvalid(
-            f"dataset: row {row_number} has images in its column {IMAGES_COLUMN!r}, which is not read; put them as "
-            "data URLs into parts of type image_url of its messages, or remove the column"
-        )
+    parts: list[Any] = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") in IMAGE_PART_TYPES for part in parts)
 
 
 def _load_scorer(name: str) -> Scorer:

@@ -17,6 +17,7 @@ from pydantic import Field
 
 import ramify as rf
 from ramify.core.errors import AgentFailed, ConfigInvalid, EnvironmentFault
+from ramify.env.tasksets.data_config import DataFilesConfig
 from ramify.env.tasksets.data_files import read_rows
 from ramify.env.tasksets.pytest_reports import find_not_passed, run_pytest
 from ramify.env.tasksets.splits import assign_split
@@ -45,13 +46,9 @@ git rev-parse HEAD
 DIFF_SCRIPT = "git add -A && git diff --cached --binary --no-color --no-ext-diff --no-textconv {base} > {patch}"
 
 
-class SweConfig(rf.TasksetConfig):
+class SweConfig(DataFilesConfig, rf.TasksetConfig):
     """The rows, and how their tests are run."""
 
-    path: str
-    """A jsonl, parquet, arrow, csv or json file, a directory of them, or a dataset in the local Hugging Face cache."""
-    part: str | None = None
-    """The part of a directory to read, such as `train` or `test`. Default: all of it."""
     shape: RowShape | None = None
     """The shape of the rows. Default: found by their columns."""
     repositories: list[str] = ["*"]
@@ -160,7 +157,7 @@ class Swe(rf.Taskset):
         """The rows of the config by instance id."""
         config = self.config
         rows: dict[str, SweRow] = {}
-        for data in read_rows(config.path, config.part):
+        for data in read_rows(config):
             if config.num_tasks is not None and len(rows) == config.num_tasks:
                 break
             try:

@@ -8,13 +8,22 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ramify.core.config import CONFIG_FILE, expand_model_name, get_explicit_values, parse_section, write_toml
+from ramify.core.config import (
+    CONFIG_FILE,
+    expand_model_name,
+    get_explicit_values,
+    parse_section,
+    read_stored_config,
+    write_toml,
+)
 from ramify.core.display import choose_api_display, open_display
-from ramify.core.errors import ProviderError
+from ramify.core.errors import ConfigInvalid, ProviderError
+from ramify.core.hub import Log, print_to_stderr
 from ramify.core.interactive import AwaitableResult, run_coroutine
 from ramify.env import Taskset
 from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.env.taskset_id import build_taskset_table
+from ramify.env.tasksets.data_selection import find_dataset, pin_taskset
 from ramify.rollout import Environment, score_group
 from ramify.rollout.evals.blocked_loop import LoopWatchdog
 from ramify.rollout.evals.config import EvalConfig
@@ -137,6 +146,7 @@ def evaluate(
     """
     eval_config = read_config(config, settings)
     fetch_served_model(eval_config)  # outside the event loop: a download blocks, and Ctrl-C must interrupt it
+    eval_config = pin_eval_dataset(eval_config, fresh=fresh, accept_changes=accept_changes, log=print_to_stderr)
     if display is None:
         display = choose_api_display(EvalContent())
 
@@ -335,6 +345,18 @@ def get_run_path(config: EvalConfig) -> Path:
     """Return the directory of the run."""
     name = config.name or default_run_name(str(config.taskset.get("id", "")), config.model.name, config.identity)
     return config.output / name
+
+
+def pin_eval_dataset(config: EvalConfig, *, fresh: bool, accept_changes: bool, log: Log | None) -> EvalConfig:
+    """Return the configuration with the commit of the dataset that the taskset reads, see `pin_dataset`."""
+    if find_dataset(config.taskset) is None:
+        return config
+    path, previous = get_run_path(with_eval_split(config)), None
+    with contextlib.suppress(ConfigInvalid):  # there was no start before
+        previous = None if fresh else read_stored_config(EvalConfig, path / CONFIG_FILE).taskset
+    taskset = pin_taskset(config.taskset, previous, key="taskset", log=log, accept_changes=accept_changes)
+    name = str(path.relative_to(config.output))  # the default name does not depend on the commit
+    return config.model_copy(update={"taskset": taskset, "name": name})
 
 
 @contextlib.asynccontextmanager
