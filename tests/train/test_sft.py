@@ -202,12 +202,12 @@ def test_trainer_settings_of_reinforcement_learning_are_refused(trainer):
 
 
 def test_every_example_comes_once_per_epoch_for_any_batch_size():
-    example_order = ExampleOrder(7, 3, seed=1)
+    example_order = ExampleOrder([7], 3, seed=1)
     order = [index for start in range(0, 21, 4) for index in example_order.indices_at(start, 4)]
     assert order == [index for start in range(0, 21, 5) for index in example_order.indices_at(start, 5)]
     assert [sorted(order[start : start + 7]) for start in (0, 7, 14)] == [list(range(7))] * 3
     assert order[:7] != order[7:14]
-    assert order != [index for start in range(0, 21, 7) for index in ExampleOrder(7, 3, seed=2).indices_at(start, 7)]
+    assert order != [index for start in range(0, 21, 7) for index in ExampleOrder([7], 3, seed=2).indices_at(start, 7)]
     train, held_out = split_held_out(20, 0.25, 0)
     assert len(held_out) == 5
     assert sorted(train + held_out) == list(range(20))

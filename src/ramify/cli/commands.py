@@ -345,8 +345,8 @@ task failed or the taskset has no reward, 2 the taskset cannot be loaded. Keys:"
         usage=("[@ FILE] [-m MODEL] [-d DATA] [-o OUTPUTS] [--key value]",),
         arguments={
             **FILE,
-            "-d DATA": "conversations: a jsonl, parquet, arrow, csv or json file, a directory of them, or a cached "
-            "dataset's id",
+            "-d DATA": "conversations: a jsonl, parquet, arrow, csv or json file, a directory of them, or "
+            "the id of a Hugging Face dataset",
         },
         flags={**FRESH, "--dry-run": "check the configuration and the data, and exit"},
         notes="""Rerun the same command to resume the run. On several GPUs: torchrun --nproc-per-node N -m ramify sft

@@ -10,13 +10,14 @@ from ramify.core.display import choose_display
 from ramify.core.errors import StorageFull
 from ramify.core.names import format_count
 from ramify.train.sft.config import SftConfig
-from ramify.train.sft.plan import build_sft_plan, describe_plan
+from ramify.train.sft.plan import build_sft_plan, describe_plan, pin_sft_datasets
 
 
 def run(call: ConfigCall[SftConfig]) -> int:
     """Train the remaining steps, and print where the weights are."""
     config, resume_command = call.config, call.resume_command
     if call.flags.dry_run:
+        config = pin_sft_datasets(config, fresh=call.flags.fresh, log=None)
         plan = build_sft_plan(config)
         dry_run(config, plan.path, describe_plan(plan, config))
         return 0

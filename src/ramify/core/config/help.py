@@ -50,12 +50,14 @@ class HelpKey:
     @property
     def models(self) -> list[type[BaseModel]]:
         """The sections that the key holds, itself or as entries of a list or table; none for a plain value."""
-        return [model for option in self.options for model in _find_models(option)]
+        return list(dict.fromkeys(model for option in self.options for model in _find_models(option)))
 
     def get_child(self, model: type[BaseModel], name: str) -> "HelpKey":
         """Return a key of the section `model`, with the default value of the section's default if it has one."""
         field = model.model_fields[name]
-        entry = "0" if any(map(is_list_type, self.options)) else ENTRY if any(map(is_dict_type, self.options)) else ""
+        is_section = model in self.options  # or one section of a list
+        is_list, is_table = (not is_section and any(map(test, self.options)) for test in (is_list_type, is_dict_type))
+        entry = "0" if is_list else ENTRY if is_table else ""
         default = getattr(self.default, name) if isinstance(self.default, model) else _get_default(field)
         path = ".".join(filter(None, [self.path, entry, name]))
         return HelpKey(path, annotation_options(field.annotation), default, _read_key_texts(model).get(name, ""))

@@ -293,7 +293,8 @@ def _descend(container: Any, key: KeyPath, options: Sequence[Any], default: Any,
     """Return the table or list at `key`, and create it if it is not set. Raises ConfigInvalid for other values."""
     child: Any = container[key[-1]] if has_key(container, key[-1]) else None
     if (child is None or child == NONE_LITERAL) and (not options or any(map(is_container, options))):
-        child = _copy_list(default) if any(map(is_list_type, options)) else {}
+        is_entry = any(map(is_list_type, options)) and (part.isdecimal() or not any(map(is_model_type, options)))
+        child = _copy_list(default) if is_entry else {}
         container[key[-1]] = child
     if not is_dict(child) and not is_list(child):
         raise ConfigInvalid(f"{format_key(key)} is a value, not a section", key=f"{format_key(key)}.{part}")

@@ -100,7 +100,7 @@ def child_options(options: Sequence[Any], key: str | int) -> list[Any]:
                 children += annotation_options(field.annotation)
             elif option.model_config.get("extra") == "allow":
                 children.append(Any)
-        elif is_list_type(option) or is_dict_type(option):
+        elif is_dict_type(option) or (is_list_type(option) and str(key).isdecimal()):
             children += element_options(option)
         elif accepts_anything(option):
             children.append(Any)
@@ -125,12 +125,15 @@ def variant_tags(options: Sequence[Any]) -> list[Any]:
 
 
 def iter_keys(cls: type[BaseModel]) -> Iterator[KeyPath]:
-    """Yield all keys of the schema, breadth first; an entry of a list has index 0."""
+    """Yield all keys of the schema, breadth first; an entry of a list has index 0.
+
+    Where one section or a list of sections is allowed, the keys are as for one section.
+    """
     queue: deque[tuple[KeyPath, list[Any], tuple[Any, ...]]] = deque([((), [cls], ())])
     while queue:
         key, options, ancestors = queue.popleft()
         for option in options:
-            if is_list_type(option):
+            if is_list_type(option) and not set(element_options(option)) & set(options):
                 queue.append(((*key, 0), element_options(option), ancestors))
             elif is_model_type(option) and option not in ancestors:
                 for name, field in option.model_fields.items():

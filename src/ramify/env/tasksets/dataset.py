@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import Field, field_validator
 
@@ -48,6 +48,8 @@ Scorer = Callable[[rf.Task, rf.Trace], float]
 
 class DatasetConfig(DataColumnsConfig, rf.TasksetConfig):
     """The data files, their columns, and the reward."""
+
+    misplaced_keys: ClassVar = {"completion_column": "answer_column"}
 
     answer_column: str = "answer"
     """The column with the answer."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from ramify.core.config import Config, RunName
+from ramify.env.tasksets.data_config import DataColumnsConfig, DataFilesConfig
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
 from ramify.train.config import (
     CheckpointConfig,
@@ -18,21 +19,18 @@ from ramify.train.config import (
 )
 
 
-class SftDataConfig(Config):
-    """The conversations to train on."""
+class SftDataConfig(DataColumnsConfig):
+    """The conversations to train on. `[data]` is one dataset; several are entries `[[data]]`."""
 
-    path: str
-    """A jsonl, parquet, arrow, csv or json file, a directory of them, or the id of a cached Hugging Face dataset."""
-    split: str | None = None
-    """The split of a directory to read, such as `train`; all of it by default."""
+    misplaced_keys: ClassVar = {"split": "part", "answer_column": "completion_column"}
+
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the examples, relative to the weights of the other datasets. Default: as many as it has, if none of the
+    datasets has a weight."""
     messages_column: str = "messages"
     """The column of the conversation. A row without it has a prompt and a completion."""
     tools_column: str = "tools"
     """The column of the tools that were offered; optional."""
-    images_column: str = "images"
-    """The column of the images that messages refer to by `{"type": "image"}`, in order; optional."""
-    prompt_column: str = "prompt"
-    """The column of the prompt: text, or messages."""
     completion_column: str = "completion"
     """The column of the reply: text, or messages."""
     train_on_roles: list[str] = Field(default=["assistant"], min_length=1)
@@ -46,8 +44,12 @@ class SftValidationConfig(Config):
 
     path: str | None = None
     """Conversations to validate on, in the same format as `data.path`."""
-    split: str | None = None
-    """The split of `path` to read."""
+    revision: str | None = None
+    """Branch, tag or commit of `path` on the hub."""
+    subset: str | None = None
+    """The subset of `path`, if it has several."""
+    part: str | None = None
+    """The part of `path` to read."""
     fraction: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the training data to hold out instead of `path`."""
     interval: int = Field(default=50, ge=1)
@@ -57,8 +59,9 @@ class SftValidationConfig(Config):
     def _path_or_fraction(self) -> "SftValidationConfig":
         if self.path is not None and self.fraction:
             raise ValueError("set either path or fraction, not both")
-        if self.path is None and (self.split is not None or "fraction" not in self.model_fields_set):
-            raise ValueError("split and interval need conversations to validate on: set path or fraction")
+        selection = (self.revision, self.subset, self.part)
+        if self.path is None and (any(selection) or "fraction" not in self.model_fields_set):
+            raise ValueError("part and interval need conversations to validate on: set path or fraction")
         return self
 
     @property
@@ -89,7 +92,10 @@ class SftConfig(Config):
     model: TrainedModelConfig = TrainedModelConfig()
     """The model to start from (-m)."""
     renderer: RendererConfig = TemplateRendererConfig()
-    data: SftDataConfig
+    data: Annotated[
+        Annotated[SftDataConfig, Tag("one")] | Annotated[list[SftDataConfig], Tag("several")],
+        Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
+    ]
     validation: SftValidationConfig = SftValidationConfig(fraction=0.0)
     seq_len: int = Field(default=2048, ge=2)
     """Longer conversations are truncated; the tokens lost are counted."""
@@ -111,12 +117,35 @@ class SftConfig(Config):
         if self.trainer.record_token_stats:
             yield "trainer.record_token_stats", "is for rollouts; ramify sft has none"
         yield from find_quantize_problems(self.model, self.trainer)
+        if not self.datasets:
+            yield "data", "names no dataset"
+        if len({dataset.weight is None for dataset in self.datasets}) > 1:
+            yield "data", "some datasets have a `weight` and others have none; set it for all, or for none"
+
+    @property
+    def datasets(self) -> list[SftDataConfig]:
+        """The datasets to train on."""
+        return self.data if isinstance(self.data, list) else [self.data]
+
+    @property
+    def validation_data(self) -> SftDataConfig | None:
+        """The dataset to validate on, with the columns of the first one to train on; None if there is none."""
+        if self.validation.path is None:
+            return None
+        selection = self.validation.model_dump(include=set(DataFilesConfig.model_fields))
+        return self.datasets[0].model_copy(update=selection)
+
+    @property
+    def trained_roles(self) -> list[str]:
+        """The roles that are trained in any dataset."""
+        return sorted({role for dataset in self.datasets for role in dataset.train_on_roles})
 
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that identify the run; all others may change when it is resumed."""
         return {
-            **self.model_dump(mode="json", include={"data", "renderer", "seq_len", "seed"}),
+            **self.model_dump(mode="json", include={"renderer", "seq_len", "seed"}),
+            **self.model_dump(mode="json", include={"data"}, exclude_none=True),
             "model": self.model.name,
             **dump_lora_identity(self.model, self.trainer),
             "held_out": self.validation.fraction,

@@ -5,7 +5,7 @@ calls are JSON text or objects, tools are a list or its JSON, and absent values 
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import msgspec
 
 from ramify.core.config.schema import is_dict
 from ramify.core.errors import ConfigInvalid, ImageInvalid, RequestInvalid
+from ramify.env.tasksets.data_selection import find_data_directory
 from ramify.infer.dialects.media import IMAGE_PART_TYPES, build_dataset_reader, find_image_value
 from ramify.infer.dialects.message_parser import ContentPart, MessageParser
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
@@ -101,6 +102,11 @@ class SftConversation:
     location: str = field(default="", compare=False)
     """The row of the dataset, for error messages."""
 
+    def exclude_roles(self, roles: Collection[str]) -> "SftConversation":
+        """Return the conversation with no message of these roles trained."""
+        excluded = {index for index, message in enumerate(self.messages) if message.role in roles}
+        return replace(self, untrained=self.untrained | excluded)
+
     def is_trained(self, index: int, roles: Sequence[str]) -> bool:
         """Return whether a message is trained if the messages of `roles` are."""
         return self.messages[index].role in roles and index not in self.untrained
@@ -109,8 +115,7 @@ class SftConversation:
 def parse_conversations(rows: Iterable[DatasetRow], config: SftDataConfig) -> list[SftConversation]:
     """Parse every row as a conversation. Raises ConfigInvalid for the first row that is not one."""
     conversations: list[SftConversation] = []
-    path = Path(config.path).expanduser()
-    content_parser = ContentParser(path if path.is_dir() else path.parent)
+    content_parser = ContentParser(find_data_directory(config))
     for number, row in enumerate(rows, 1):
         location = f"row {number} of {config.path}"
         try:
@@ -136,6 +141,8 @@ def parse_conversation(row: DatasetRow, config: SftDataConfig, content_parser: C
     else:
         expected = f"{config.messages_column!r}, nor {config.prompt_column!r} and {config.completion_column!r}"
         raise ValueError(f"it has no column {expected}; it has {', '.join(row)}")
+    if config.system_column is not None and row[config.system_column]:
+        raw_messages = [{"role": "system", "content": row[config.system_column]}, *_parse_json(raw_messages)]
     row_images, media = iter(row.get(config.images_column) or ()), dict[str, Media]()
     raw_messages = list(_parse_json(raw_messages))
     messages = tuple(

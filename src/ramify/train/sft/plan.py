@@ -1,37 +1,49 @@
 """The plan of an SFT run: its directory, its conversations and its steps. Importable without torch."""
 
+import contextlib
 import hashlib
+import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from ramify.core.config import CONFIG_FILE, read_stored_config
 from ramify.core.errors import ConfigInvalid
+from ramify.core.hub import Log
 from ramify.core.names import format_count
 from ramify.env.tasksets.data_files import read_rows
+from ramify.env.tasksets.data_selection import pin_dataset
 from ramify.model.image_support import find_image_problem
 from ramify.model.render import Renderer, load_renderer
 from ramify.model.resolve import resolve_model_path
 from ramify.run.store import default_run_name
-from ramify.train.sft.config import SftConfig
+from ramify.train.sft.config import SftConfig, SftDataConfig
 from ramify.train.sft.conversations import SftConversation, parse_conversations
 from ramify.train.sft.forests import build_sft_forest, has_recorded_tokens
 
 
 class ExampleOrder:
-    """The indices 0 .. num_examples - 1 in shuffled order, epoch after epoch.
+    """The indices of the examples of all datasets, one dataset after the other, in shuffled order, epoch after epoch.
 
-    The order of an epoch depends only on the seed and its number, so a run resumes from its position alone.
+    An epoch has as many examples as all datasets together. With `weights`, each dataset has its share of them: a small
+    one is repeated within the epoch, and a large one continues in the next epoch, so all its examples are used equally
+    often. The order of an epoch depends only on the seed and its number, so a run resumes from its position alone.
     """
 
-    def __init__(self, num_examples: int, epochs: int, seed: int) -> None:
-        self.num_examples, self.epochs, self.seed = num_examples, epochs, seed
+    def __init__(self, sizes: Sequence[int], epochs: int, seed: int, weights: Sequence[float] | None = None) -> None:
+        self.sizes, self.epochs, self.seed, self.num_examples = tuple(sizes), epochs, seed, sum(sizes)
+        self.shares = None if weights is None else divide_by_weight(self.num_examples, weights)
+        """The examples of each dataset in an epoch; None without weights."""
         self._get_epoch_order = lru_cache(maxsize=2)(self._shuffle_epoch)
+        self._get_round_order = lru_cache(maxsize=2 * len(self.sizes))(self._shuffle_round)
 
     def __len__(self) -> int:
         return self.num_examples * self.epochs
@@ -43,7 +55,32 @@ class ExampleOrder:
         return [int(self._get_epoch_order(epoch)[index]) for epoch, index in positions]
 
     def _shuffle_epoch(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
+        if self.shares is None:
+            return order
+        return np.concatenate([self._draw_share(dataset, epoch) for dataset in range(len(self.sizes))])[order]
+
+    def _draw_share(self, dataset: int, epoch: int) -> np.ndarray:
+        """Return the examples of a dataset in an epoch, which continues where the epoch before ended."""
+        assert self.shares is not None
+        size, share = self.sizes[dataset], self.shares[dataset]
+        positions = np.arange(epoch * share, (epoch + 1) * share)
+        rounds = range(epoch * share // size, (epoch * share + share - 1) // size + 1)
+        orders = [self._get_round_order(dataset, number) for number in rounds]
+        return np.concatenate([*orders, np.empty(0, int)])[positions - rounds.start * size] + sum(self.sizes[:dataset])
+
+    def _shuffle_round(self, dataset: int, number: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, dataset, number]).permutation(self.sizes[dataset])
+
+
+def divide_by_weight(count: int, weights: Sequence[float]) -> list[int]:
+    """Divide `count` into whole shares in proportion to the weights; the largest fractions are rounded up."""
+    exact = [count * weight / sum(weights) for weight in weights]
+    shares = [math.floor(share) for share in exact]
+    by_fraction = sorted(range(len(weights)), key=lambda index: shares[index] - exact[index])
+    for index in by_fraction[: count - sum(shares)]:
+        shares[index] += 1
+    return shares
 
 
 def split_held_out(num_examples: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
@@ -74,32 +111,71 @@ class SftPlan:
         return total if config.max_steps is None else min(total, config.max_steps)
 
 
+def get_sft_path(config: SftConfig) -> Path:
+    """Return the directory of the run."""
+    names = "+".join(Path(dataset.path).name for dataset in config.datasets)
+    return config.output / (config.name or default_run_name(names, config.model.name, config.identity))
+
+
+def pin_sft_datasets(config: SftConfig, *, fresh: bool, log: Log | None) -> SftConfig:
+    """Return the configuration with the commit of each dataset of the hub, see `pin_dataset`."""
+    path, previous = get_sft_path(config), None
+    with contextlib.suppress(ConfigInvalid):  # there was no start before
+        previous = None if fresh else read_stored_config(SftConfig, path / CONFIG_FILE)
+
+    def pin(dataset: SftDataConfig, before: SftDataConfig | None, key: str) -> SftDataConfig:
+        commit = pin_dataset(dataset, before, key=key, log=log)
+        return dataset if commit is None else dataset.model_copy(update={"revision": commit})
+
+    befores = itertools.chain(previous.datasets if previous else (), itertools.repeat(None))
+    pinned = [pin(dataset, before, "data") for dataset, before in zip(config.datasets, befores)]
+    update: dict[str, Any] = {"data": pinned if isinstance(config.data, list) else pinned[0]}
+    if (validation := config.validation_data) is not None:
+        dataset = pin(validation, previous and previous.validation_data, "validation")
+        update["validation"] = config.validation.model_copy(update={"revision": dataset.revision})
+    name = str(path.relative_to(config.output))  # the default name does not depend on the commit
+    return config if update == {"data": config.data} else config.model_copy(update={**update, "name": name})
+
+
 def build_sft_plan(config: SftConfig) -> SftPlan:
     """Find the model and read the data. Raises ConfigInvalid or ModelNotFound."""
-    model_path, validation_config = resolve_model_path(config.model.name), config.validation
+    model_path, fraction = resolve_model_path(config.model.name), config.validation.fraction
     renderer = load_renderer(model_path, config.renderer)
-    conversations = parse_conversations(read_rows(config.data.path, config.data.split), config.data)
-    fraction = validation_config.fraction
+    datasets = [_read_dataset(dataset, config.trained_roles) for dataset in config.datasets]
+    conversations = [conversation for dataset in datasets for conversation in dataset]
     train_indices, held_out_indices = split_held_out(len(conversations), fraction, config.seed)
     if fraction and not (train_indices and held_out_indices):
         purpose = "validate on" if train_indices else "train on"
         raise ConfigInvalid(f"{fraction} of {len(conversations)} leaves none to {purpose}", key="validation.fraction")
     validation = [conversations[index] for index in held_out_indices]
-    if validation_config.path is not None:
-        data_config = config.data.model_copy(update={"path": validation_config.path})
-        validation = parse_conversations(read_rows(validation_config.path, validation_config.split), data_config)
+    if config.validation_data is not None:
+        validation = _read_dataset(config.validation_data, config.trained_roles)
     _check_takes_images(config.model.name, [*conversations, *validation])
-    name = config.name or default_run_name(config.data.path, config.model.name, config.identity)
-    digest = {"count": len(conversations), "digest": _hash_conversations(conversations)}
+    ends = list(itertools.accumulate(map(len, datasets)))
+    sizes = [bisect_left(train_indices, end) - bisect_left(train_indices, start) for start, end in pairwise([0, *ends])]
+    weights = [dataset.weight for dataset in config.datasets if dataset.weight is not None]
+    if weights and 0 in sizes:
+        raise ConfigInvalid(f"{fraction} leaves nothing of one dataset to train on", key="validation.fraction")
     return SftPlan(
-        path=config.output / name,
+        path=get_sft_path(config),
         model_path=model_path,
         renderer=renderer,
         conversations=[conversations[index] for index in train_indices],
         validation=validation,
-        order=ExampleOrder(len(train_indices), config.epochs, config.seed),
-        identity={**config.identity, "conversations": digest},
+        order=ExampleOrder(sizes, config.epochs, config.seed, weights or None),
+        identity={
+            **config.identity,
+            "conversations": {"count": len(conversations), "digest": _hash_conversations(conversations)},
+        },
     )
+
+
+def _read_dataset(config: SftDataConfig, trained_roles: Sequence[str]) -> list[SftConversation]:
+    """Return the conversations of a dataset, without training on the roles that only other datasets train."""
+    conversations = parse_conversations(read_rows(config), config)
+    if excluded := set(trained_roles) - set(config.train_on_roles):
+        return [conversation.exclude_roles(excluded) for conversation in conversations]
+    return conversations
 
 
 def _check_takes_images(model: str, conversations: Sequence[SftConversation]) -> None:
@@ -123,7 +199,7 @@ def describe_plan(plan: SftPlan, config: SftConfig) -> list[str]:
     """Return lines that describe the plan, with token counts of a sample of its conversations."""
     indices = plan.order.indices_at(0, min(NUM_SAMPLED_CONVERSATIONS, len(plan.conversations)))
     sampled = [(str(index), plan.conversations[index]) for index in indices]
-    roles, seq_len = config.data.train_on_roles, config.seq_len
+    roles, seq_len = config.trained_roles, config.seq_len
     forests = [build_sft_forest([conversation], plan.renderer, roles, seq_len) for conversation in sampled]
     batch_forest = build_sft_forest(sampled[: config.batch_size], plan.renderer, roles, seq_len)
     lengths = np.array([forest.num_tokens for forest in forests])
@@ -135,8 +211,21 @@ def describe_plan(plan: SftPlan, config: SftConfig) -> list[str]:
         f"would train {config.model.name} from {plan.model_path} into {plan.path}",
         f"{len(plan.conversations)} training and {len(plan.validation)} validation conversations; "
         f"{format_count(plan.count_total_steps(config), 'step')} with batch size {config.batch_size}",
+        *_describe_datasets(plan.order, config),
         f"of {len(forests)} sampled: {lengths.mean():.0f} tokens on average, {lengths.max()} at most, "
         f"{trained_share:.0%} trained, {truncated} truncated at {seq_len}",
         *([f"{num_recorded} of them keep the tokens of their rollouts"] if num_recorded else []),
         f"{batch_forest.num_tokens} tokens per batch; {ratio:.2f} times as many without prefix sharing",
     ]
+
+
+def _describe_datasets(order: ExampleOrder, config: SftConfig) -> list[str]:
+    """Return a line with what each dataset contributes to an epoch, if there are several."""
+    if len(order.sizes) == 1:
+        return []
+    shares = order.shares or order.sizes
+    listed = [
+        f"{dataset.path} {share / max(1, order.num_examples):.0%} ({share} from {size})"
+        for dataset, size, share in zip(config.datasets, order.sizes, shares)
+    ]
+    return [f"examples of an epoch: {', '.join(listed)}"]

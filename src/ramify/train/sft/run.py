@@ -22,6 +22,7 @@ import torch
 from ramify.core.config import CONFIG_FILE, expand_model_name, get_explicit_values, parse_section, write_toml
 from ramify.core.display import Display, choose_api_display
 from ramify.core.errors import RamifyError, StorageFull
+from ramify.core.hub import print_to_stderr
 from ramify.core.interactive import AwaitableResult
 from ramify.core.names import format_count
 from ramify.model.resolve import fetch_model
@@ -39,7 +40,7 @@ from ramify.train.sft.config import SftConfig
 from ramify.train.sft.conversations import SftConversation
 from ramify.train.sft.display import SftContent, SftDisplay, StepProgress
 from ramify.train.sft.forests import build_sft_forest
-from ramify.train.sft.plan import SftPlan, build_sft_plan
+from ramify.train.sft.plan import SftPlan, build_sft_plan, pin_sft_datasets
 from ramify.train.trainer import PendingStep, Trainer
 
 SWITCH_INTERVAL = 0.001  # seconds; with Python's 5 ms a thread that launches kernels waits too long for the GIL
@@ -118,7 +119,7 @@ class SftBatchBuilder:
         config, pack_spec = self.config, self.pack_spec
         step, start_position, examples = batch_examples
         named_examples = [(str(number), example) for number, example in enumerate(examples, start_position)]
-        forest = build_sft_forest(named_examples, self.plan.renderer, config.data.train_on_roles, config.seq_len)
+        forest = build_sft_forest(named_examples, self.plan.renderer, config.trained_roles, config.seq_len)
         packs = pack_forests([forest], pack_spec.pack_tokens, pack_spec.layout)
         shares = split_across_ranks(Batch.from_packs(step, packs), pack_spec, self.world_size)
         return SftBatch(shares[self.rank], start_position + len(examples), forest.dropped.num_truncated_tokens)
@@ -165,6 +166,7 @@ def sft(
 def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | None = None) -> SftResult:
     """Run or resume an SFT run. Every rank calls it; the first one writes and shows progress."""
     fetch_model(config.model.name)
+    config = pin_sft_datasets(config, fresh=fresh, log=print_to_stderr)
     plan = build_sft_plan(config)
     with init_distributed(config.trainer) as ranks, contextlib.ExitStack() as stack:
         active_display = stack.enter_context(display if display is not None and ranks.is_first else Display())
