@@ -17,6 +17,8 @@ from ramify.orchestrate.run_config import EvalSourceConfig, RunConfig, TrainSour
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 NAMED_TOML = re.compile(r"^```toml\n# (\S+\.toml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text()
+NUMBER = re.compile(r"\d(?:[\d,.]*\d)?")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -31,7 +33,7 @@ def python_blocks(page: Path) -> list[tuple[str, str | None]]:
     ]
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
 def test_python_blocks_print_what_the_page_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in NAMED_TOML.findall(page.read_text()):
@@ -65,7 +67,10 @@ def test_the_architecture_page_shows_trace_and_forest_with_their_output() -> Non
     assert sum(expected is not None for _, expected in blocks) >= 4
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("examples/**/README.md")], ids=str)
+PAGES = [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("examples/**/README.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", BLOCK.sub("", page.read_text())):
         if link.startswith("http"):
@@ -97,16 +102,15 @@ def test_the_reading_list_has_existing_files_of_at_most_9000_lines() -> None:
             r"(\d+) to (\d+) such rollouts a second",
             r"4 env servers, rollouts/s.*? \| (\d+).*?(\d+) \|",
         ),
+        ("README.md", r"backwards: (\d+) s on two busy cores", r"other work kept busy it took (\d+) s"),
+        ("docs/agents.md", r"`program` in a sandbox \| ([\d.]+)", r"`program`, started from nothing \| ([\d.]+)"),
         (
-            "README.md",
-            r"rollouts per second, two workers \| (\d+) \| verifiers: (\d+)",
-            r"2 / 4 workers \| \d+ / (\d+) / \d+ \| \d+ / (\d+)",
+            "docs/agents.md",
+            r"with `preload` \| ([\d.]+)",
+            r"`program` with `preload` of .* \| ([\d.]+) \| [\d.]+ \| [\d.]+ \(\d+\) \| ≥",
         ),
-        (
-            "README.md",
-            r"0.48 B .*? \| ([\d.]+) s \| .*: ([\d.]+) s",
-            r"one step, s \| ([\d.]+) \| [\d.]+ \| ([\d.]+) .* 7 × TRL",
-        ),
+        ("docs/agents.md", r"subclass of .* \| ([\d.]+)", r"the same code as `run_agent`.* \| ([\d.]+) \| 3"),
+        ("docs/agents.md", r"the chat harness does, with (\d+) rollouts", r"the chat harness \| (\d+)"),
     ],
 )
 def test_figures_are_those_of_the_benchmarks_page(page: str, sentence: str, row: str) -> None:
@@ -114,3 +118,19 @@ def test_figures_are_those_of_the_benchmarks_page(page: str, sentence: str, row:
     measured = re.search(row, (DOCS / "benchmarks.md").read_text())
     assert quoted is not None and measured is not None
     assert quoted.groups() == measured.groups()
+
+
+def test_every_row_that_links_to_a_result_quotes_it() -> None:
+    """The numbers of a row of the README with a link to a section of the benchmarks page are in one line there."""
+    sections: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in (DOCS / "benchmarks.md").read_text().splitlines():
+        if heading := re.fullmatch(r"#+ (.*)", line):
+            lines = sections.setdefault(re.sub(r"[^\w\- ]", "", heading[1].lower()).replace(" ", "-"), [])
+        lines.append(line)
+    rows = re.findall(r"^\| .* \| (.*) \| (.*) \| \[.*\]\(docs/benchmarks.md#(.*)\) \|$", README, re.MULTILINE)
+    assert len(rows) == README.count("docs/benchmarks.md#") >= 4
+    for ours, theirs, section in rows:
+        numbers = set(re.findall(NUMBER, f"{ours} {theirs}"))
+        assert numbers and any(numbers <= set(re.findall(NUMBER, line)) for line in sections[section]), (ours, theirs)
+    assert "faster" in README, "also name what the others do better"

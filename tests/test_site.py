@@ -70,3 +70,8 @@ def test_the_index_of_examples_lists_every_example() -> None:
     listed = set(re.findall(r"^\| \[[\w.]+\]\(([\w.]+)\)", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE))
     names = {path.name for path in (ROOT / "examples").iterdir() if not path.name.startswith(("__", "README"))}
     assert listed == names
+
+
+def test_the_readme_is_short_and_leads_to_the_docs() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 90 and "(docs/index.md)" in text

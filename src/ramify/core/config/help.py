@@ -96,11 +96,11 @@ def format_help(cls: type[BaseModel], prog: str, section: str | None = None) -> 
     common_keys = [_find_key(root, path) for path in getattr(cls, "common_keys", ())]
     common_paths = {key.path for key in common_keys}
     listed = [*common_keys, *(key for key in top_keys if not key.models and key.path not in common_paths)]
-    lines = [line for key in listed for line in _format_key(key, first_sentence(key.text))]
+    lines = [line for key in listed for line in _format_key(key, _first_sentence(key.text))]
     lines += ["", f"Sections; '{prog} --help SECTION' prints the keys of one, '{prog} --help {ALL_KEYS}' all keys:"]
     for key in top_keys:
         if key.models:
-            lines += _format_columns(f"  {key.path}", first_sentence(key.text or inspect.getdoc(key.models[0]) or ""))
+            lines += _format_columns(f"  {key.path}", _first_sentence(key.text or inspect.getdoc(key.models[0]) or ""))
     return "\n".join(lines)
 
 
@@ -131,7 +131,7 @@ def _format_section(key: HelpKey) -> Iterator[str]:
         yield from _format_key(key, key.text)
     for section in iter_sections(key):
         variant = f" with {section.variant}" if section.variant else ""
-        summary = first_sentence(inspect.getdoc(section.model) or "")
+        summary = _first_sentence(inspect.getdoc(section.model) or "")
         yield from ("", f"{section.path}{variant}: {summary}".removeprefix(": "))
         for child in section.keys:
             yield from _format_key(child, child.text)
@@ -185,7 +185,7 @@ def _find_tags(model: type[BaseModel]) -> list[str]:
     return [repr(tag) for tag in get_args(model.model_fields[model_tag_key(model)].annotation)]
 
 
-def first_sentence(text: str) -> str:
+def _first_sentence(text: str) -> str:
     """Return the first sentence of a docstring, on one line."""
     sentence = " ".join(text.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
     return f"{sentence}." if sentence else ""
