@@ -1,6 +1,6 @@
 """The pages for users of other projects: each row names keys, commands and names that exist, or says "not available".
 
-The pages are `docs/from-*.md`; the rows are those of the tables with the columns "NAME | Ramify | note".
+The pages are `docs/from-*.md`; the rows are in tables with the columns "NAME | Ramify | note".
 """
 
 import re
