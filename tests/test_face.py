@@ -36,7 +36,7 @@ def test_the_public_api_has_what_environments_need():
     assert set(ramify.__all__) >= {
         *("Task", "Taskset", "TasksetConfig", "Harness", "Runtime", "Trace", "User", "Judge", "Endpoint"),
         *("reward", "metric", "group_reward", "turn_reward", "stop", "tool"),
-        *("Branch", "Message", "ToolCall", "ModelUser", "RubricJudge", "Algorithm", "evaluate", "rl", "sft"),
+        *("Branch", "Message", "ToolCall", "ModelUser", "Algorithm", "evaluate", "rl", "sft"),
     }
 
 

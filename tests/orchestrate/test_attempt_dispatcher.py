@@ -16,6 +16,7 @@ from ramify.orchestrate.progress import RunProgress
 from ramify.rollout.envserver.messages import GroupScores, TaskItem, TaskPage
 from ramify.run.store.group_state import DropReason, GroupState
 from ramify.run.store.run_log import RunLog
+from ramify.trace import Trace
 from tests.support.orchestrator import TASKS, World, open_core, record_all, sample_group, take_attempts
 from tests.support.traces import make_trace
 
@@ -51,8 +52,10 @@ class FlakyGroupReward:
         self.num_calls += 1
         if self.failures:
             failure = self.failures.pop(0)
-            return GroupScores([{"best": None} for _ in traces], [[failure] for _ in traces])
-        return GroupScores([{"best": (float(index), 1.0)} for index in range(len(traces))], [[] for _ in traces])
+            return GroupScores([{"best": None} for _ in traces], [[failure] for _ in traces], [], [])
+        rewards = [{"best": (float(index), 1.0)} for index in range(len(traces))]
+        metrics = [{"judge/calls": 0.5} for _ in traces]
+        return GroupScores(rewards, [[] for _ in traces], metrics, [{"judge": index} for index in range(len(traces))])
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -61,11 +64,13 @@ async def test_failing_group_reward_is_retried_and_reported(ledger, times):
     core = await open_core(ledger, World(size=2), group_rewards=frozenset(["best"]))
     await sample_group(core, 0, rewards=(0.0, 0.0), best=None)
     failures: list[str] = []
+    scored_traces: list[Trace] = []
     dispatcher = make_dispatcher(
         core,
         FlakyGroupReward([asleep] * times),
         max_tries=2,
         group_rewards=["best"],
+        on_group_scored=lambda group, traces, *_: scored_traces.extend(traces),
         on_failure=lambda origin, failure: failures.append(failure.name),
     )
     await run_until_scored(core, dispatcher)
@@ -73,6 +78,7 @@ async def test_failing_group_reward_is_retried_and_reported(ledger, times):
     group = ledger.get_group(0)
     if times == 1:
         assert group.state is GroupState.SCORED
+        assert [(trace.metrics["judge/calls"], trace.info["judge"]) for trace in scored_traces] == [(0.5, 0), (0.5, 1)]
     else:
         assert (group.reason, group.detail) == (DropReason.UNSCORED, "JudgeError: the judge sleeps")
 

@@ -65,7 +65,8 @@ class FakeEnvServer:
         return SimpleNamespace(episode=SimpleNamespace(traces=[trace]))
 
     async def score_group(self, task, traces, **_) -> GroupScores:
-        return GroupScores([{"together": (float(len(traces)), 1.0)} for _ in traces], [[] for _ in traces])
+        rewards = [{"together": (float(len(traces)), 1.0)} for _ in traces]
+        return GroupScores(rewards, [[] for _ in traces], [{} for _ in traces], [{} for _ in traces])
 
 
 async def test_eval_adds_group_rewards_and_reports_system_failures(tmp_path):

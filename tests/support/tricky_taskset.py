@@ -73,6 +73,8 @@ class Tricky(rf.Taskset):
 
     @rf.group_reward(weight=0.5)
     def rank(self, traces: list[rf.Trace]) -> list[float]:
+        for position, trace in enumerate(traces):
+            trace.metrics["position"], trace.info["position"] = position, position
         return [float(position) for position in range(len(traces))]
 
 

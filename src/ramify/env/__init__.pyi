@@ -9,9 +9,7 @@ from .decorators import stop as stop
 from .decorators import tool as tool
 from .decorators import turn_reward as turn_reward
 from .hook import Hook as Hook
-from .judge import Judge as Judge
-from .judge import ReferenceJudge as ReferenceJudge
-from .judge import RubricJudge as RubricJudge
+from .judges.judge import Judge as Judge
 from .mcp import McpServerConfig as McpServerConfig
 from .mcp import open_mcp_servers as open_mcp_servers
 from .runtime import ExecResult as ExecResult

@@ -8,13 +8,13 @@ from typing import Any
 
 from ramify.core.config.schema import is_list, is_tuple
 from ramify.core.errors import ConfigInvalid, EnvironmentFault, RamifyError
-from ramify.env.chat_client import ChatClient, ChatClientConfig, add_usage
+from ramify.env.chat_client import ChatClient, ChatClientConfig
 from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.hook import Hook
 from ramify.infer.dialects.media import MEDIA_ADVICE, read_environment_url
 from ramify.infer.dialects.message_parser import MessageParser
 from ramify.infer.gateway.config import Endpoint
-from ramify.trace import Media, Message, Trace
+from ramify.trace import Media, Message, Trace, Usage
 
 FIRST_PROMPT = "(The conversation begins. Say your first words.)"  # the first message to a model that plays the user
 
@@ -92,11 +92,18 @@ class ModelUser(User):
         self._messages.append({"role": "user", "content": content})
         completion = await (self._client or _policy_chat_client(endpoint)).complete(self._messages)
         if self._client is not None:
-            add_usage(trace, "user", completion.usage)
+            _add_usage(trace, completion.usage)
         if self.stop in completion.text:
             return None
         self._messages.append({"role": "assistant", "content": completion.text})
         return completion.text
+
+
+def _add_usage(trace: Trace, usage: Usage) -> None:
+    """Add a call's token usage to `trace.info["user"]`. These tokens belong to no rollout, but they are paid for."""
+    totals = trace.info.get("user", {})
+    counts = {"calls": 1, "prompt": usage.prompt_tokens, "completion": usage.completion_tokens}
+    trace.info["user"] = {**totals, **{name: totals.get(name, 0) + count for name, count in counts.items()}}
 
 
 def _policy_chat_client(endpoint: Endpoint | None) -> ChatClient:

@@ -134,8 +134,10 @@ class ConnectedSource:
                     raise
                 await self.wait_before_retry(failure)
                 continue
-            for trace, rewards in zip(traces, scores.rewards, strict=True):
+            for trace, rewards, metrics, info in zip(traces, scores.rewards, scores.metrics, scores.info, strict=True):
                 trace.rewards.update(rewards)
+                trace.metrics.update(metrics)
+                trace.info.update(info)
             return
 
     async def observe_environment(self, store: RunStore, name: str, limit: int | None) -> ObservedEnvironment:

@@ -42,12 +42,12 @@ from ramify.rollout.prepared_runtimes import RetryingRuntime, collect_outputs, r
 from ramify.rollout.rewards import (
     SCORING_STATE_KEY,
     build_unscored_rewards,
+    drop_unserializable_info,
     raise_environment_faults,
     save_state,
     score_trace,
 )
 from ramify.trace import Episode, Trace
-from ramify.trace.plain_data import to_plain
 
 if TYPE_CHECKING:
     from ramify.infer.gateway import Gateway
@@ -161,7 +161,7 @@ class AttemptRunner:
             session.trace.timing.model = session.model_seconds
             session.trace.timing.stalled = session.clock.seconds
             self._exclude_side_calls(session)
-            _drop_unserializable_info(session.trace)
+            drop_unserializable_info(session.trace)
         self._report_phase("done")
         return Episode(tuple(session.trace for session in self.sessions))
 
@@ -342,13 +342,3 @@ def _save_state_or_reason(state: SimpleNamespace) -> dict[str, str]:
         return {"saved": save_state(state)}
     except OperationInvalid as error:
         return {"refused": error.message}
-
-
-def _drop_unserializable_info(trace: Trace) -> None:
-    """Remove info values that cannot be serialized: a list in `trace.info` may have changed after it was checked."""
-    for key in list(trace.info):
-        try:
-            to_plain(trace.info[key], f"info.{key}")
-        except OperationInvalid as error:
-            del trace.info[key]
-            trace.errors.append(Failure.from_exception(error))

@@ -26,7 +26,7 @@ from ramify.env.hook import is_current_task_cancelled
 from ramify.rollout.environment import Environment
 from ramify.trace import Trace
 from ramify.trace.header import TURN_REWARDS_KEY
-from ramify.trace.plain_data import MAX_DEPTH
+from ramify.trace.plain_data import MAX_DEPTH, to_plain
 
 REWARD_MISSING = Failure("EnvironmentFault", "a reward did not run", "system", True)
 
@@ -193,6 +193,18 @@ async def score_group(env: Environment, task: Task, traces: Sequence[Trace]) -> 
                 with raise_environment_faults(hook.name):
                     values = await hook(context, traces=list(traces))
                 _set_group_rewards(hook, values, traces)
+    for trace in traces:
+        drop_unserializable_info(trace)
+
+
+def drop_unserializable_info(trace: Trace) -> None:
+    """Remove info values that cannot be serialized: a list in `trace.info` may have changed after it was checked."""
+    for key in list(trace.info):
+        try:
+            to_plain(trace.info[key], f"info.{key}")
+        except OperationInvalid as error:
+            del trace.info[key]
+            trace.errors.append(Failure.from_exception(error))
 
 
 def _set_group_rewards(hook: Hook, values: Any, traces: Sequence[Trace]) -> None:

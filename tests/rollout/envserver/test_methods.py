@@ -93,6 +93,8 @@ def test_group_is_scored_together(shared):
     scores = runner.run(group())
     assert [entry["rank"] for entry in scores.rewards] == [(0.0, 0.5), (1.0, 0.5), (2.0, 0.5)]
     assert scores.errors == [[], [], []]
+    assert [metrics["position"] for metrics in scores.metrics] == [0.0, 1.0, 2.0]
+    assert [info["position"] for info in scores.info] == [0, 1, 2]
 
 
 def test_info_describes_the_environment_and_sampling_can_be_overridden(shared):

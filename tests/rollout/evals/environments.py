@@ -109,3 +109,32 @@ class Unrewarded(rf.Taskset):
     @rf.metric
     def length(self, trace: rf.Trace) -> float:
         return float(len(trace.last_reply))
+
+
+class JudgedConfig(Config):
+    judge_url: str
+    """The address of the judge."""
+    judge_concurrency: int = 8
+
+
+class Judged(rf.Taskset):
+    """Words of any length: a judge scores each of them, and another one compares them."""
+
+    config: JudgedConfig
+
+    def __init__(self, config: JudgedConfig) -> None:
+        super().__init__(config)
+        model = {"base_url": config.judge_url, "model": "m", "concurrency": config.judge_concurrency}
+        self.single, self.relative = (rf.Judge.load({**model, "id": id}) for id in ("reference", "relative"))
+
+    def load(self) -> Iterator[rf.Task]:
+        for number in range(self.config.size):
+            yield rf.Task(prompt=f"word {number}", answer="even", key=f"task-{number}")
+
+    @rf.reward
+    async def even(self, task: rf.Task, trace: rf.Trace) -> float:
+        return await self.single.score(task, trace)
+
+    @rf.group_reward
+    async def long(self, task: rf.Task, traces: list[rf.Trace]) -> list[float]:
+        return await self.relative.score_group(task, traces)

@@ -156,9 +156,9 @@ class SandboxError(TransientFailure):
 
 
 class JudgeError(TransientFailure):
-    """A judge could not be reached, or its verdict could not be parsed, so a reward is missing.
+    """A judge could not be reached, or its verdict could not be read even when repaired, so a reward is missing.
 
-    Check the judge's endpoint and its prompt; the attempt is retried.
+    Check the judge's endpoint, its `timeout` and whether its model writes JSON; the attempt is retried.
     """
 
 

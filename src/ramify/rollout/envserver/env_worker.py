@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -27,6 +28,7 @@ from ramify.core.errors import ConfigInvalid, Failure, RequestInvalid
 from ramify.core.errors.origin import describe_exception
 from ramify.env import Task
 from ramify.env.chat_client import set_model_address
+from ramify.env.judges.cache import set_cache_directory
 from ramify.infer.client import InferenceClient
 from ramify.infer.gateway import Gateway
 from ramify.infer.gateway.policy import ChatPolicy, Policy, TokenPolicy
@@ -194,18 +196,26 @@ async def _load_worker(spec: WorkerSpec, stack: contextlib.AsyncExitStack, stop_
     gateway: Gateway | None = None
     if env.requires_endpoint or env.hooks.tools is not None or env.hooks.user is not None:
         gateway = await stack.enter_async_context(Gateway())
-    worker = EnvWorker(spec.id, env, policy, gateway, stop_event)
+    worker = EnvWorker(spec.id, env, policy, gateway, stop_event, run_path=config.output)
     stack.push_async_callback(worker.heap_trimmer.close)
     return worker
 
 
 class EnvWorker:
-    """An environment and its policy, with the request handlers of a worker."""
+    """An environment and its policy, with the request handlers of a worker. Each request has a context of its own."""
 
     def __init__(
-        self, id: str, env: Environment, policy: Policy, gateway: Gateway | None, stop_event: asyncio.Event
+        self,
+        id: str,
+        env: Environment,
+        policy: Policy,
+        gateway: Gateway | None,
+        stop_event: asyncio.Event,
+        *,
+        run_path: Path,
     ) -> None:
         self.id, self._env, self._policy, self._gateway, self._stop_event = id, env, policy, gateway, stop_event
+        self._run_path = run_path
         self._task_pager, self.heap_trimmer = TaskPager(env), HeapTrimmer()
         self.handlers = {
             "run": self.run,
@@ -238,6 +248,7 @@ class EnvWorker:
     async def run(self, request: IncomingRequest) -> WireMessage:
         """Run one rollout; the blob of the response is its episode."""
         rollout = request.decode(RolloutRequest)
+        set_cache_directory(self._run_path)
         current_task = asyncio.current_task()
         assert current_task is not None
         current_task.set_name(rollout.id)  # so that a hang report names the rollout
@@ -275,12 +286,15 @@ class EnvWorker:
     async def score_group(self, request: IncomingRequest) -> WireMessage:
         """Return the group rewards of all attempts at a task."""
         task = self._parse_task(request.decode(ScoreGroupRequest).task)
+        set_cache_directory(self._run_path)
         traces = [decode_trace(blob) for blob in request.message.blobs]
         num_errors = [len(trace.errors) for trace in traces]
         names = [hook.name for hook in self._env.hooks.group_rewards]
         await score_group(self._env, task, traces)
         rewards = [{name: trace.rewards.get(name) for name in names} for trace in traces]
-        return WireMessage.encode(GroupScores(rewards, [trace.errors[n:] for trace, n in zip(traces, num_errors)]))
+        errors = [trace.errors[n:] for trace, n in zip(traces, num_errors)]
+        metrics, info = [dict(trace.metrics) for trace in traces], [dict(trace.info) for trace in traces]
+        return WireMessage.encode(GroupScores(rewards, errors, metrics, info))
 
     async def update_addresses(self, request: IncomingRequest) -> WireMessage:
         """Use new addresses of inference servers, also for rollouts that are running."""

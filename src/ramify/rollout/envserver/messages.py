@@ -76,10 +76,12 @@ class ScoreGroupRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GroupScores(msgspec.Struct, forbid_unknown_fields=True):
-    """The group rewards and the failures of each trace."""
+    """The group rewards and the failures of each trace, and its metrics and `info` after the scoring."""
 
     rewards: list[dict[str, tuple[float, float] | None]]
     errors: list[list[Failure]]
+    metrics: list[dict[str, float]]
+    info: list[dict[str, Any]]
 
 
 class CancelRequest(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,5 +1,6 @@
 """Rescoring of saved rollouts with the current reward code. Nothing is sampled, and the run is not changed."""
 
+import asyncio
 import random
 import tomllib
 from collections.abc import AsyncIterator
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from ramify.core.config import CONFIG_FILE, read_stored_config
 from ramify.core.errors import ConfigInvalid, EnvironmentFault, Failure
 from ramify.env import RolloutContext, Task
+from ramify.env.judges.cache import set_cache_directory
 from ramify.rollout import Environment, score_group, score_trace
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.rewards import SCORING_STATE_KEY, build_unscored_rewards, load_state
@@ -40,12 +42,13 @@ async def rescore(store: RunStore, environment: Environment) -> AsyncIterator[Re
         if row.failure is None:
             groups.setdefault(row.task, []).append(row)
     check_replayable(environment)
+    set_cache_directory(store.path)
     for rows in groups.values():
         traces = [store.read_traces(row.id)[0] for row in rows]
         task = environment.taskset.task_type.from_wire(traces[0].task)
         for trace in traces:
             trace.rewards, trace.errors = build_unscored_rewards(environment), []
-            await _rescore_trace(environment, task, trace)
+        await asyncio.gather(*(_rescore_trace(environment, task, trace) for trace in traces))
         if environment.hooks.group_rewards:
             await score_group(environment, task, traces)
         for row, trace in zip(rows, traces, strict=True):

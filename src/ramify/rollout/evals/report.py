@@ -96,7 +96,7 @@ def summarize_rollouts(rows: Sequence[RolloutRecord]) -> Iterator[tuple[str, str
         yield "revisions", f"{mixed}: the environment was changed between them"
     for table in ("rewards", "metrics"):
         for name, value in sorted(mean_by_name(row.summary.get(table, {}) for row in valid_rows).items()):
-            yield name, f"{value:.3f}"
+            yield name, f"{value:.3g}" if 0 < abs(value) < 0.001 else f"{value:.3f}"
     if valid_rows:
         yield "truncated", f"{sum(bool(row.summary.get('truncated')) for row in valid_rows) / len(valid_rows):.1%}"
         prompt_tokens, sampled_tokens = count_tokens(rows)

@@ -20,8 +20,9 @@ from ramify.core.display import choose_api_display, open_display
 from ramify.core.errors import ConfigInvalid, ProviderError
 from ramify.core.hub import Log, print_to_stderr
 from ramify.core.interactive import AwaitableResult, run_coroutine
-from ramify.env import Taskset
+from ramify.env import Task, Taskset
 from ramify.env.decorators import MISSING_REWARD_ADVICE
+from ramify.env.judges.cache import set_cache_directory
 from ramify.env.taskset_id import build_taskset_table
 from ramify.env.tasksets.data_selection import find_dataset, pin_taskset
 from ramify.rollout import Environment, score_group
@@ -59,24 +60,45 @@ async def score_pending_groups(
     store: RunStore,
     rollouts: Sequence[PlannedRollout],
     rows: MutableMapping[str, RolloutRecord],
+    *,
+    concurrency: int,
 ) -> None:
     """Score every group that has a rollout without a reward, and replace its rows in `rows` and in the store.
 
     A group is all valid traces of a task, including traces of earlier starts; one that has grown is scored again.
+    At most `concurrency` groups are scored at a time.
     """
+    slots = asyncio.Semaphore(concurrency)
+
+    async def score(group: Sequence[PlannedRollout]) -> None:
+        async with slots:
+            episodes = [store.read_traces(rollout.id) for rollout in group]
+            await _score_with_retries(environment, group[0].task, [traces[0] for traces in episodes])
+            for rollout, traces in zip(group, episodes, strict=True):
+                revision = rows[rollout.id].summary[REVISION_KEY]
+                row = build_row(environment, rollout.task_key, rollout.repetition, traces, revision)
+                await store.add_rollout(row, traces)
+                rows[rollout.id] = row
+
     if not environment.hooks.group_rewards:
         return
-    for _, group in groupby(rollouts, key=lambda rollout: rollout.task_key):
-        valid = [rollout for rollout in group if (row := rows.get(rollout.id)) is not None and row.failure is None]
-        if all(rows[rollout.id].reward is not None for rollout in valid):
-            continue
-        episodes = [store.read_traces(rollout.id) for rollout in valid]
-        await score_group(environment, valid[0].task, [traces[0] for traces in episodes])
-        for rollout, traces in zip(valid, episodes, strict=True):
-            revision = rows[rollout.id].summary[REVISION_KEY]
-            row = build_row(environment, rollout.task_key, rollout.repetition, traces, revision)
-            await store.add_rollout(row, traces)
-            rows[rollout.id] = row
+    async with asyncio.TaskGroup() as task_group:
+        for _, group in groupby(rollouts, key=lambda rollout: rollout.task_key):
+            valid = [rollout for rollout in group if (row := rows.get(rollout.id)) is not None and row.failure is None]
+            if any(rows[rollout.id].reward is None for rollout in valid):
+                task_group.create_task(score(valid), name=f"score {valid[0].task_key}")
+
+
+async def _score_with_retries(environment: Environment, task: Task, traces: Sequence[Trace]) -> None:
+    """Score a group, in at most `max_tries` tries; the failures of the last try stay in the traces."""
+    num_errors = [len(trace.errors) for trace in traces]
+    for num_tries_left in reversed(range(environment.source.max_tries)):
+        await score_group(environment, task, traces)
+        failures = [failure for trace, count in zip(traces, num_errors) for failure in trace.errors[count:]]
+        if not num_tries_left or not any(failure.retryable for failure in failures):
+            return
+        for trace, count in zip(traces, num_errors, strict=True):
+            del trace.errors[count:]
 
 
 # The arguments of `rf.evaluate`.
@@ -176,6 +198,7 @@ async def evaluate_async(
     """Run an eval as `evaluate` does, in the running event loop."""
     config = with_eval_split(config)
     path = get_run_path(config)
+    set_cache_directory(path)
     with watchdog.extend_timeout(IMPORT_TIMEOUT) if watchdog is not None else contextlib.nullcontext():
         source = config.source_with_workdirs_in(path / WORK_DIR) if keep_workdirs else config.source
         environment = Environment.load(source, keep_sandboxes=keep_workdirs)
@@ -218,7 +241,7 @@ async def evaluate_async(
                         open_display(display, get_progress, REFRESH_INTERVAL),
                     ):
                         await runner.run_all(missing_rollouts)
-            await score_pending_groups(environment, store, rollouts, progress.rows)
+            await score_pending_groups(environment, store, rollouts, progress.rows, concurrency=config.concurrency)
         finally:
             await environment.close()
         return EvalResult(path, [progress.rows[rollout.id] for rollout in rollouts], len(missing_rollouts))
