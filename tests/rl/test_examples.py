@@ -1,5 +1,8 @@
-"""Examples that learn: LoRA adapters, self-play, searches after a warm start; and the harness rlm with its branches."""
+"""Examples that learn: LoRA, a judge, self-play, searches after a warm start; and the harness rlm with its branches."""
 
+import difflib
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +10,7 @@ from statistics import fmean
 
 import pytest
 
+from tests.support.engine import ScriptedEngine, run_engine
 from tests.support.runs import read_values, run_command
 
 pytestmark = [pytest.mark.run, pytest.mark.timeout(1800), pytest.mark.full("minutes of two cores")]
@@ -36,6 +40,26 @@ def test_adapters_learn_to_reverse_text(tmp_path):
     assert fmean(rewards[-5:]) >= fmean(rewards[:5]) + 0.2
     evals = read_values(run, "eval/held-out/avg")
     assert evals[-1] >= evals[0] + 0.2
+
+
+def rank_by_similarity(prompt: str) -> str:
+    """Rank replies by their similarity to the reference answer."""
+    answer = prompt.partition("# Reference answer\n")[2].partition("\n")[0]
+    replies = re.findall(r'<reply number="\d+">\n(.*?)\n</reply>', prompt, re.DOTALL)
+    scores = [difflib.SequenceMatcher(None, reply, answer).ratio() for reply in replies]
+    return json.dumps({"reason": "", "ranks": [1 + sum(other > score for other in scores) for score in scores]})
+
+
+def test_a_relative_judge_teaches(tmp_path):
+    with run_engine(ScriptedEngine(rank_by_similarity, owner=None)) as judge:
+        taskset = {"id": str(EXAMPLES / "reverse_text" / "judged.py"), "judge.base_url": f"{judge.url}/v1"}
+        flags = [argument for key, value in taskset.items() for argument in (f"--train.0.taskset.{key}", value)]
+        run = run_example(tmp_path, "reverse_text/judged.toml", *flags)
+        prompts = [request["messages"][0]["content"] for request in judge.requests]
+    evals = read_values(run, "eval/held-out/avg")
+    assert evals[-1] >= evals[0] + 0.25
+    assert read_values(run, "metric/judged/judge/calls")[0] == 1 / 8  # one call for a group of 8
+    assert len(prompts) == len(set(prompts))
 
 
 def test_rlm_trains_two_steps(tmp_path):
