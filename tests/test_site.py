@@ -22,7 +22,7 @@ QUESTIONS = {
     "memory": "memory.md",
     "LoRA": "lora.md",
     "your own agent": "agents.md",
-    "judge": "write-an-environment.md#judges",
+    "judge": "judges.md",
     "Slurm": "cluster.md#slurm",
     "resume": "training.md#resume-ramify-rl",
     "serve": "inference.md#serve-a-model",
@@ -64,6 +64,14 @@ def test_the_reference_has_every_option_of_every_plugin(reference: dict[str, str
     listed = [set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) for section in sections]
     configs = [config for kind in PLUGIN_KINDS for config in list_plugin_configs(kind)]
     assert listed == [set(config.model_fields) - {"id"} for config in configs]
+
+
+def test_the_reference_describes_the_options_of_harnesses_runtimes_and_judges(reference: dict[str, str]) -> None:
+    """Their text is in the docstring of a class or below its fields."""
+    sections = re.split(r"^## ", reference["plugins"], flags=re.MULTILINE)
+    described = [section for section in sections if section.startswith(("harness\n", "runtime\n", "judge\n"))]
+    assert len(described) == 3
+    assert [line for section in described for line in section.splitlines() if line.endswith("|  |")] == []
 
 
 def test_the_index_of_examples_lists_every_example() -> None:

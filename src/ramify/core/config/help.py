@@ -1,12 +1,13 @@
 """The help page of a configuration: the keys that people set, the sections, and one section in full.
 
 `--help` is short; `--help SECTION` prints every key of a section, and `--help all` every key of the configuration. The
-text of a key is the string below its field in the class.
+text of a key is the string below its field in the class, or its entry in the list of the class's docstring.
 """
 
 import ast
 import inspect
 import itertools
+import re
 import shutil
 import sys
 import textwrap
@@ -35,6 +36,7 @@ from ramify.core.names import suggest
 ALL_KEYS = "all"
 ENTRY = "NAME"  # stands for the name of an entry of a table, as in `models.NAME.name`
 MAX_WIDTH, FLAG_WIDTH = 120, 40
+DOCSTRING_ENTRY = re.compile(r"^- ((?:`\w+`(?:, | and )?)+): (.+?)(?=^\S|^$|\Z)", re.MULTILINE | re.DOTALL)
 TYPE_NAMES = {bool: "true|false", int: "INT", float: "NUMBER", NoneType: "None"}
 
 
@@ -193,11 +195,13 @@ def _first_sentence(text: str) -> str:
 
 @cache
 def _read_key_texts(model: type[BaseModel]) -> dict[str, str]:
-    """Return the string below each field of a section, its base classes included."""
+    """Return the string below each field of a section, or its entry in the docstring, its base classes included."""
     texts: dict[str, str] = {}
     for cls in reversed(model.__mro__):
         if not is_model_type(cls) or cls is BaseModel:
             continue
+        for names, text in DOCSTRING_ENTRY.findall(inspect.cleandoc(cls.__doc__ or "")):
+            texts |= dict.fromkeys(re.findall(r"\w+", names), " ".join(f"{text[0].upper()}{text[1:]}".split()))
         for field, text in itertools.pairwise(_parse_classes(cls.__module__).get(cls.__name__, ())):
             if (
                 isinstance(field, ast.AnnAssign)

@@ -71,7 +71,10 @@ class RubricCriterion(Config):
 
 
 class RubricJudgeConfig(JudgeConfig):
-    """The model and the criteria of a rubric judge."""
+    """The model and the criteria of a rubric judge.
+
+    - `criteria`: the criteria, tables with `name`, `text` and `weight`.
+    """
 
     id: str = "rubric"
     criteria: list[RubricCriterion] = Field(min_length=1)
