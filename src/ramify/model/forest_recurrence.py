@@ -1,19 +1,80 @@
 """What recurrent layers read of a pack: its chunks and the ancestors of its tokens, built once for all layers.
 
 CPU     chunks by depth, plain PyTorch     ramify.model.delta_rule
-CUDA    chunks by track, Triton            ramify.model.kernels.cuda.delta_rule
+CUDA    chunks by track, Triton            ramify.model.kernels.cuda.delta_rule, path_convolution
 """
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
-from ramify.model.forest_chunks import ForestChunks, find_ancestors
+from ramify.model.device_copy import copy_to_device
+from ramify.model.forest_chunks import ChunkTracks, ForestChunks, find_ancestors
 from ramify.model.forest_segments import ForestSegments
 from ramify.model.pack_layout import MAX_CONV_WIDTH
 from ramify.trace import Forest
+from ramify.trace.columns import Int32Array
 
 CHUNK_SIZE = 64  # tokens
+MIN_ROWS = 2  # of a table, because compiled code would be specialized to one
+
+
+class TrackTables(NamedTuple):
+    """The chunks and tracks of a pack, as `gated_delta_rule_op` reads them."""
+
+    chunks: Tensor  # [chunks, 3] start, stop, fork
+    track_chunks: Tensor  # [chunks]
+    tracks: Tensor  # [tracks, 3] first and last + 1 of its chunks, fork
+    fork_tracks: Tensor  # [forks + 1]
+    rounds: Tensor  # [rounds + 1], on the CPU
+
+    @classmethod
+    def from_chunks(cls, chunks: ForestChunks, device: torch.device) -> "TrackTables":
+        """Join chunks to tracks. Rows that are added to short tables name no token and no chunk."""
+        tracks = ChunkTracks.from_chunks(chunks)
+        arrays = (
+            _pad_rows(np.stack([chunks.start, chunks.stop, tracks.fork_of_chunk], 1), (0, 0, -1)),
+            _pad_rows(tracks.chunk, 0),
+            _pad_rows(np.stack([tracks.first[:-1], tracks.first[1:], tracks.fork], 1), (0, 0, -1)),
+            _pad_rows(tracks.fork_first, len(tracks.fork)),
+        )
+        tables = cls(*copy_to_device(arrays, device), torch.from_numpy(_pad_rows(tracks.round_first, len(tracks.fork))))
+        _mark_dynamic(tables)
+        return tables
+
+
+class PathTables(NamedTuple):
+    """The ancestors of each token, as `path_convolution_op` reads them."""
+
+    ancestors: Tensor  # [tokens, MAX_CONV_WIDTH - 1]
+    fork_rows: Tensor  # [tokens before forks, 3] the token, and the first and last + 1 of its readers
+    readers: Tensor  # [entries, 2] a token that reads, and the distance
+
+    @classmethod
+    def from_ancestors(cls, ancestors: Int32Array, device: torch.device) -> "PathTables":
+        """List the readers of each token that is read by others than its next tokens."""
+        tokens = np.arange(len(ancestors))
+        distances = np.arange(ancestors.shape[1] + 1)
+        sources = np.concatenate([tokens[:, None], ancestors], 1)  # at each distance
+        is_fork_row = np.zeros(len(tokens) + 1, bool)
+        is_fork_row[sources[(sources >= 0) & (sources != tokens[:, None] - distances)]] = True
+        reader, distance = np.nonzero(is_fork_row[:-1][sources] & (sources >= 0))
+        source = sources[reader, distance]
+        order = np.lexsort((distance, reader, source))
+        fork_rows = np.flatnonzero(is_fork_row)
+        bounds = np.searchsorted(source[order], np.append(fork_rows, len(tokens)))
+        arrays = (
+            ancestors,
+            _pad_rows(np.stack([fork_rows, bounds[:-1], bounds[1:]], 1), (-1, 0, 0)),
+            _pad_rows(np.stack([reader, distance], 1)[order], (0, 0)),
+        )
+        tables = cls(*copy_to_device([np.ascontiguousarray(array, np.int32) for array in arrays], device))
+        _mark_dynamic(tables)
+        return tables
 
 
 class ForestRecurrence:
@@ -23,11 +84,19 @@ class ForestRecurrence:
         segments = ForestSegments.from_forest(forest)
         chunks = ForestChunks.from_segments(segments, CHUNK_SIZE)
         ancestors = find_ancestors(segments, MAX_CONV_WIDTH - 1)
-        self.ancestors = torch.from_numpy(ancestors).long().to(device)
-        self.chunks = ChunkBatch.from_chunks(chunks).to(device)
+        self.uses_kernels = device.type == "cuda"
+        if self.uses_kernels:
+            self.tracks, self.paths = (
+                TrackTables.from_chunks(chunks, device),
+                PathTables.from_ancestors(ancestors, device),
+            )
+        else:
+            self.ancestors, self.chunks = torch.from_numpy(ancestors).long(), ChunkBatch.from_chunks(chunks)
 
     def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the convolution of `rows` [tokens, channels] along the paths; `weight` is [channels, 1, width]."""
+        if self.uses_kernels:
+            return convolve_paths(rows, weight, bias, self.paths)
         taps = weight.squeeze(1).flip(1).unbind(1)  # of the token itself, the token before it, ...
         padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         out = rows * taps[0]
@@ -39,4 +108,43 @@ class ForestRecurrence:
         self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor
     ) -> Tensor:
         """Return the output of `ramify.model.delta_rule.gated_delta_rule` for each token."""
-        return gated_delta_rule(query, key, value, log_decay, strength, self.chunks)  # pyright: ignore[reportCallIssue]
+        inputs = query, key, value, log_decay, strength
+        if self.uses_kernels:
+            return pass_tracks(*inputs, self.tracks)
+        return gated_delta_rule(*inputs, self.chunks)  # pyright: ignore[reportCallIssue]
+
+
+def convolve_paths(rows: Tensor, weight: Tensor, bias: Tensor | None, paths: PathTables) -> Tensor:
+    """Return the convolution by the Triton kernels."""
+    from ramify.model.kernels.cuda.path_convolution import path_convolution_op  # needs Triton
+
+    return path_convolution_op(rows.contiguous(), weight.squeeze(1), bias, *paths)
+
+
+def pass_tracks(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, tracks: TrackTables
+) -> Tensor:
+    """Return the gated delta rule by the Triton kernels, which need widths of powers of two."""
+    from ramify.model.kernels.cuda.delta_rule import gated_delta_rule_op  # needs Triton
+
+    scale, width = query.shape[-1] ** -0.5, value.shape[-1]
+    inputs = [F.pad(tensor, (0, _pad_width(tensor.shape[-1]))).contiguous() for tensor in (query, key, value)]
+    scalars = (tensor.float().contiguous() for tensor in (log_decay, strength))
+    out, _, _ = gated_delta_rule_op(*inputs, *scalars, *tracks, CHUNK_SIZE, scale)
+    return out[..., :width]
+
+
+def _pad_width(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length()) - width
+
+
+def _pad_rows(table: np.ndarray, row: object) -> np.ndarray:
+    """Append `row` until a table has `MIN_ROWS` rows."""
+    missing = max(0, MIN_ROWS - len(table))
+    return np.concatenate([table, np.broadcast_to(np.asarray(row), (missing, *table.shape[1:]))]).astype(np.int32)
+
+
+def _mark_dynamic(tables: tuple[Tensor, ...]) -> None:
+    """Let compiled layers serve tables of all lengths."""
+    for table in tables:
+        torch._dynamo.maybe_mark_dynamic(table, 0)

@@ -13,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ramify.model.forest_chunks import ForestChunks, find_ancestors
+from ramify.model.forest_recurrence import CHUNK_SIZE
+from ramify.model.forest_segments import ForestSegments
 from ramify.model.kernels.attention_plan import build_plan
 from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool
@@ -142,6 +145,27 @@ def train_layer(width: int, dtype: torch.dtype) -> None:
     (out.sum() + products[0].sum() + products[1].sum() + products[2].sum()).backward()
 
 
+def train_recurrent_layer(width: int, dtype: torch.dtype) -> None:
+    """Run the operators of a gated delta net forward and backward."""
+    from ramify.model.forest_recurrence import PathTables, TrackTables, convolve_paths, pass_tracks
+
+    lengths, parents = [100, 3, 70], [-1, 0, 0]
+    stop = np.cumsum(lengths)
+    segments = ForestSegments(*(np.array(values, np.int32) for values in (stop - lengths, stop, parents, [0, 1, 1])))
+    tokens, key_heads, heads, cpu = int(stop[-1]), 2, 4, torch.device("cpu")
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    tracks = TrackTables.from_chunks(ForestChunks.from_segments(segments, CHUNK_SIZE), cpu)
+    query, key = (zeros(tokens, key_heads, width) for _ in range(2))
+    scalars = (zeros(tokens, heads, dtype=torch.float32) for _ in range(2))
+    out = pass_tracks(query, key, zeros(tokens, heads, width), *scalars, tracks)
+    paths = PathTables.from_ancestors(find_ancestors(segments, 3), cpu)
+    rows = convolve_paths(zeros(tokens, 96), zeros(96, 1, 4), zeros(96), paths)
+    (out.sum() + rows.sum()).backward()
+
+
 def update_weights(moments: str) -> None:
     """Run the fused AdamW."""
     from ramify.train.fused_adamw import FusedAdamW
@@ -199,6 +223,25 @@ def test_the_kernels_of_the_trainer_compile(width, dtype, capability, monkeypatc
             row_bytes = width * dtype.itemsize
             arguments["TILE"] = choose_tile(BLOCK_SIZE, row_bytes, SHARED_MEMORY[capability])
     check_launches(launches, capability, {"_forward", "_backward", "_backward_queries", "_backward_keys"})
+
+
+DELTA_RULE_KERNELS = {
+    "_solve",
+    "_transform",
+    "_pass_states",
+    "_compute_outputs",
+    "_backward_outputs",
+    "_pass_gradients",
+    "_backward_inputs",
+}
+CONVOLUTION_KERNELS = {"_convolve", "_backward_rows", "_backward_fork_rows", "_backward_weight"}
+
+
+@for_each_capability
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_kernels_of_recurrent_layers_compile(dtype, capability, monkeypatch):
+    launches = record_launches(monkeypatch, lambda: train_recurrent_layer(128, dtype))
+    check_launches(launches, capability, DELTA_RULE_KERNELS | CONVOLUTION_KERNELS)
 
 
 @for_each_capability

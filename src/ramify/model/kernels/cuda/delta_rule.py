@@ -1,0 +1,508 @@
+"""The gated delta rule over a forest on CUDA: Triton kernels on chunks, and on tracks of chunks.
+
+The formulas are in docs/design/recurrent-forests.md, with the same letters. All kernels but two compute one chunk of
+one head per program, for all chunks at once. `_pass_states` takes the state of a head along a track, chunk by chunk,
+and `_pass_gradients` its gradient backwards; they are launched once for each round of tracks, and a program owns some
+columns of the state. No two programs add to the same memory, so gradients are bitwise reproducible.
+
+The forward pass saves the inverse of each chunk's triangular system; the states before the chunks are computed again in
+the backward pass. Products of bfloat16 are accumulated in float32, and the state that is passed on is float32.
+"""
+# ruff: noqa: ANN001, ANN202, N803, N806 - of kernels, whose arguments are pointers and constants
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Columns of a state that a program computes at a time, warps, and stages of its loops; for elements of two bytes.
+LAUNCH_OPTIONS = {
+    "_solve": (0, 4, 1),
+    "_transform": (64, 4, 2),
+    "_pass_states": (32, 4, 2),
+    "_compute_outputs": (64, 4, 2),
+    "_backward_outputs": (64, 4, 2),
+    "_pass_gradients": (32, 4, 2),
+    "_backward_inputs": (32, 8, 2),
+}
+
+
+# -- parts of kernels ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_rows(X, start, stop, head, column, HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """Return columns of a head in the tokens of a chunk, [C, W]; zeros behind the chunk."""
+    row = start + tl.arange(0, C)
+    offsets = row.to(tl.int64)[:, None] * (HEADS * D) + head * D + column + tl.arange(0, W)[None, :]
+    return tl.load(X + offsets, mask=(row < stop)[:, None], other=0.0)
+
+
+@triton.jit
+def _store_rows(
+    X, value, start, stop, head, column, HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr
+):
+    row = start + tl.arange(0, C)
+    offsets = row.to(tl.int64)[:, None] * (HEADS * D) + head * D + column + tl.arange(0, W)[None, :]
+    tl.store(X + offsets, value.to(X.dtype.element_ty), mask=(row < stop)[:, None])
+
+
+@triton.jit
+def _load_scalars(X, start, stop, head, HEADS: tl.constexpr, C: tl.constexpr):
+    """Return the number of a head at each token of a chunk, [C]; zeros behind the chunk."""
+    row = start + tl.arange(0, C)
+    return tl.load(X + row * HEADS + head, mask=row < stop, other=0.0)
+
+
+@triton.jit
+def _state_offsets(index, head, column, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr):
+    """Return the offsets of columns of a head's state, [K, W], in a tensor [..., heads, K, V]."""
+    first = (index.to(tl.int64) * HEADS + head) * (K * V) + column
+    return first + tl.arange(0, K)[:, None] * V + tl.arange(0, W)[None, :]
+
+
+@triton.jit
+def _pair_decay(decay, C: tl.constexpr):
+    """Return the decay between each pair of tokens of a chunk; 0 for later keys."""
+    index = tl.arange(0, C)
+    is_past = index[:, None] >= index[None, :]
+    return tl.where(is_past, tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], 0.0)), 0.0)
+
+
+@triton.jit
+def _invert(system, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverse of I + `system`, which is strictly lower triangular.
+
+    Blocks on the diagonal are inverted row by row, all at once. With their inverse E and X = E·(the other blocks),
+    the result is (I + X)⁻¹·E, and X to the number of blocks is zero.
+    """
+    N: tl.constexpr = C // B
+    block = tl.arange(0, N)
+    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    blocks = tl.reshape(system, [N, B, N, B])
+    diagonal = tl.sum(tl.where(on_diagonal, blocks, 0.0), 2)  # [N, B, B]
+    row = tl.arange(0, B)
+    inverse = tl.where(row[None, :, None] == row[None, None, :], 1.0, tl.zeros([N, B, B], tl.float32))
+    for index in range(1, B):
+        is_row = row[None, :, None] == index
+        factors = tl.sum(tl.where(is_row, diagonal, 0.0), 1)  # [N, B]
+        update = tl.sum(factors[:, :, None] * inverse, 1)  # [N, B]; later rows have factors 0
+        inverse -= tl.where(is_row, update[:, None, :], 0.0)
+    wide = tl.where(on_diagonal, inverse[:, :, None, :], tl.zeros([N, B, N, B], tl.float32))
+    result = tl.reshape(wide, [C, C])
+    index = tl.arange(0, C)
+    if N > 1:
+        others = tl.where(index[:, None] // B > index[None, :] // B, system, 0.0)
+        identity = tl.where(index[:, None] == index[None, :], 1.0, tl.zeros([C, C], tl.float32))
+        power = -tl.dot(result, others, input_precision=PRECISION)
+        series = identity + power
+        if N > 2:
+            power = tl.dot(power, power, input_precision=PRECISION)
+            series = tl.dot(series, identity + power, input_precision=PRECISION)
+        result = tl.dot(series, result, input_precision=PRECISION)
+    return result
+
+
+# -- kernels of the forward pass -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _solve(
+    KEY, LOG_DECAY, STRENGTH, CHUNKS, DECAY, INVERSE,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute G, the running sum of log decays, and T, the inverse of the triangular system."""
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+    decay = tl.cumsum(_load_scalars(LOG_DECAY, start, stop, head, HEADS, C), 0)
+    row = start + tl.arange(0, C)
+    tl.store(DECAY + row * HEADS + head, decay, mask=row < stop)
+    strength = _load_scalars(STRENGTH, start, stop, head, HEADS, C)
+    key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
+    index = tl.arange(0, C)
+    system = tl.dot(key, tl.trans(key), input_precision=PRECISION) * _pair_decay(decay, C) * strength[:, None]
+    system = tl.where(index[:, None] > index[None, :], system, 0.0)
+    inverse = _invert(system, C, 16, SOLVE_PRECISION)
+    _store_rows(INVERSE, inverse, start, stop, head, 0, HEADS, C, C, C)
+
+
+@triton.jit
+def _transform(
+    KEY, VALUE, DECAY, STRENGTH, INVERSE, CHUNKS, U, W,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute U = T(b·v) and W = T(b·exp(G)·k)."""
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+    inverse = _load_rows(INVERSE, start, stop, head, 0, HEADS, C, C, C)
+    strength = _load_scalars(STRENGTH, start, stop, head, HEADS, C)
+    decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+    key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
+    scaled = (key * (strength * tl.exp(decay))[:, None]).to(key.dtype)
+    w = tl.dot(inverse, scaled, input_precision=PRECISION)
+    _store_rows(W, w, start, stop, head, 0, HEADS, K, C, K)
+    for column in range(0, V, BV):
+        value = _load_rows(VALUE, start, stop, head, column, HEADS, V, C, BV)
+        u = tl.dot(inverse, (value * strength[:, None]).to(value.dtype), input_precision=PRECISION)
+        _store_rows(U, u, start, stop, head, column, HEADS, V, C, BV)
+
+
+@triton.jit
+def _pass_states(
+    KEY, U, W, DECAY, CHUNKS, TRACK_CHUNKS, TRACKS, STATES, NEW, FORK_STATES, first_track,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take columns of a head's state along a track: store S₀ and N of each chunk, and the state at each fork."""
+    column, head, track = tl.program_id(0) * BV, tl.program_id(1), first_track + tl.program_id(2)
+    fork = tl.load(TRACKS + 3 * track + 2)
+    offsets = _state_offsets(tl.maximum(fork, 0), head, column, HEADS, K, V, BV)
+    state = tl.load(FORK_STATES + offsets, mask=(fork >= 0) & (offsets >= 0), other=0.0)
+    for index in range(tl.load(TRACKS + 3 * track), tl.load(TRACKS + 3 * track + 1)):
+        chunk = tl.load(TRACK_CHUNKS + index)
+        start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+        narrow = state.to(STATES.dtype.element_ty)
+        tl.store(STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV), narrow)
+        w = _load_rows(W, start, stop, head, 0, HEADS, K, C, K)
+        new = _load_rows(U, start, stop, head, column, HEADS, V, C, BV)
+        new = new.to(tl.float32) - tl.dot(w, narrow, input_precision=PRECISION)
+        _store_rows(NEW, new, start, stop, head, column, HEADS, V, C, BV)
+        decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+        last = tl.load(DECAY + (stop - 1) * HEADS + head)
+        key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
+        remaining = (new * tl.exp(tl.minimum(last - decay, 0.0))[:, None]).to(key.dtype)
+        state = tl.dot(tl.trans(key), remaining, state * tl.exp(last), input_precision=PRECISION)
+        own_fork = tl.load(CHUNKS + 3 * chunk + 2)
+        if own_fork >= 0:
+            tl.store(FORK_STATES + _state_offsets(own_fork, head, column, HEADS, K, V, BV), state)
+
+
+@triton.jit
+def _compute_outputs(
+    QUERY, KEY, NEW, DECAY, STATES, CHUNKS, OUT, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+    key_head = head // (HEADS // KEY_HEADS)
+    query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+    key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+    decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _pair_decay(decay, C)
+    scores = scores.to(query.dtype)
+    for column in range(0, V, BV):
+        state = tl.load(STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
+        new = _load_rows(NEW, start, stop, head, column, HEADS, V, C, BV)
+        out = tl.dot(query, state, input_precision=PRECISION) * tl.exp(decay)[:, None]
+        out = tl.dot(scores, new, out, input_precision=PRECISION) * scale
+        _store_rows(OUT, out, start, stop, head, column, HEADS, V, C, BV)
+
+
+# -- kernels of the backward pass ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _backward_outputs(
+    QUERY, KEY, DECAY, GRAD, CHUNKS, D_NEW, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the part of the gradient of N that comes from the outputs of the same chunk."""
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+    key_head = head // (HEADS // KEY_HEADS)
+    query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+    key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+    decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _pair_decay(decay, C) * scale
+    scores = tl.trans(scores.to(query.dtype))
+    for column in range(0, V, BV):
+        grad = _load_rows(GRAD, start, stop, head, column, HEADS, V, C, BV)
+        d_new = tl.dot(scores, grad, input_precision=PRECISION)
+        _store_rows(D_NEW, d_new, start, stop, head, column, HEADS, V, C, BV)
+
+
+@triton.jit
+def _pass_gradients(
+    QUERY, KEY, W, DECAY, GRAD, CHUNKS, TRACK_CHUNKS, TRACKS, FORK_TRACKS, D_STATES, D_NEW, D_STARTS,
+    first_track, num_roots, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take the gradient of the state back along a track, and add at each fork what the other tracks have left there.
+
+    Store the gradient of the state after each chunk, the gradient of N, and the gradient of the track's first state.
+    """
+    column, head, track = tl.program_id(0) * BV, tl.program_id(1), first_track + tl.program_id(2)
+    key_head = head // (HEADS // KEY_HEADS)
+    first, last_index = tl.load(TRACKS + 3 * track), tl.load(TRACKS + 3 * track + 1) - 1
+    d_state = tl.zeros([K, BV], tl.float32)
+    for step in range(0, last_index + 1 - first):
+        chunk = tl.load(TRACK_CHUNKS + last_index - step)
+        start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+        fork = tl.load(CHUNKS + 3 * chunk + 2)
+        if fork >= 0:
+            for branch in range(tl.load(FORK_TRACKS + fork), tl.load(FORK_TRACKS + fork + 1)):
+                d_state += tl.load(D_STARTS + _state_offsets(branch - num_roots, head, column, HEADS, K, V, BV))
+        narrow = d_state.to(D_STATES.dtype.element_ty)
+        tl.store(D_STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV), narrow)
+        decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+        last = tl.load(DECAY + (stop - 1) * HEADS + head)
+        key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+        d_new = tl.dot(key, narrow, input_precision=PRECISION) * tl.exp(tl.minimum(last - decay, 0.0))[:, None]
+        d_new += _load_rows(D_NEW, start, stop, head, column, HEADS, V, C, BV).to(tl.float32)
+        d_new = d_new.to(key.dtype)
+        _store_rows(D_NEW, d_new, start, stop, head, column, HEADS, V, C, BV)
+        query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+        grad = _load_rows(GRAD, start, stop, head, column, HEADS, V, C, BV)
+        w = _load_rows(W, start, stop, head, 0, HEADS, K, C, K)
+        grad = (grad * (tl.exp(decay) * scale)[:, None]).to(key.dtype)
+        d_state = tl.dot(tl.trans(query), grad, d_state * tl.exp(last), input_precision=PRECISION)
+        d_state -= tl.dot(tl.trans(w), d_new, input_precision=PRECISION)
+    if tl.load(TRACKS + 3 * track + 2) >= 0:
+        tl.store(D_STARTS + _state_offsets(track - num_roots, head, column, HEADS, K, V, BV), d_state)
+
+
+@triton.jit
+def _backward_inputs(
+    QUERY, KEY, VALUE, U, W, NEW, DECAY, STRENGTH, INVERSE, STATES, GRAD, D_STATES, D_NEW, CHUNKS,
+    D_QUERY, D_KEY, D_VALUE, D_LOG_DECAY, D_STRENGTH, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of the inputs, from the states before each chunk and the gradients of those after it."""
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+    key_head, index = head // (HEADS // KEY_HEADS), tl.arange(0, C)
+    inverse = tl.trans(_load_rows(INVERSE, start, stop, head, 0, HEADS, C, C, C))
+    strength = _load_scalars(STRENGTH, start, stop, head, HEADS, C)
+    d_query, d_key, d_w = tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32)
+    d_scores, d_system = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    d_strength, state_product = tl.zeros([C], tl.float32), 0.0
+    for column in range(0, V, BV):
+        state = tl.load(STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
+        d_state = tl.load(D_STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
+        grad = _load_rows(GRAD, start, stop, head, column, HEADS, V, C, BV)
+        new = _load_rows(NEW, start, stop, head, column, HEADS, V, C, BV)
+        d_new = _load_rows(D_NEW, start, stop, head, column, HEADS, V, C, BV)
+        d_query = tl.dot(grad, tl.trans(state), d_query, input_precision=PRECISION)
+        d_key = tl.dot(new, tl.trans(d_state), d_key, input_precision=PRECISION)
+        d_w = tl.dot(d_new, tl.trans(state), d_w, input_precision=PRECISION)
+        d_scores = tl.dot(grad, tl.trans(new), d_scores, input_precision=PRECISION)
+        state_product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32))
+        d_right = tl.dot(inverse, d_new, input_precision=PRECISION)  # the gradient of b·v
+        value = _load_rows(VALUE, start, stop, head, column, HEADS, V, C, BV)
+        d_strength += tl.sum(d_right * value.to(tl.float32), 1)
+        _store_rows(D_VALUE, d_right * strength[:, None], start, stop, head, column, HEADS, V, C, BV)
+        u = _load_rows(U, start, stop, head, column, HEADS, V, C, BV)
+        d_system = tl.dot(d_right.to(u.dtype), tl.trans(u), d_system, input_precision=PRECISION)
+    query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+    key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+    w = _load_rows(W, start, stop, head, 0, HEADS, K, C, K)
+    decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+    last = tl.load(DECAY + (stop - 1) * HEADS + head)
+    pair_decay = _pair_decay(decay, C)
+    # W = T(b·exp(G)·k), with the gradient -d_w
+    d_right_key = -tl.dot(inverse, d_w.to(w.dtype), input_precision=PRECISION)
+    d_system = tl.dot(d_right_key.to(w.dtype), tl.trans(w), d_system, input_precision=PRECISION)
+    d_system = -tl.where(index[:, None] > index[None, :], d_system * pair_decay, 0.0)
+    growth = tl.exp(decay)
+    product = tl.sum(d_right_key * key.to(tl.float32), 1) * growth
+    d_strength += product
+    d_decay = product * strength
+    # outputs through S₀, and the state after the chunk
+    d_query = d_query * (growth * scale)[:, None]
+    d_decay += tl.sum(d_query * query.to(tl.float32), 1)
+    d_key = d_key * tl.exp(tl.minimum(last - decay, 0.0))[:, None]
+    key_product = tl.sum(d_key * key.to(tl.float32), 1)
+    d_decay += tl.where(start + index == stop - 1, tl.sum(key_product) + state_product * tl.exp(last), 0.0)
+    d_decay -= key_product
+    d_key += d_right_key * (strength * growth)[:, None]
+    # outputs through the scores within the chunk
+    d_scores = d_scores * pair_decay * scale
+    products = d_scores * tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    d_decay += tl.sum(products, 1) - tl.sum(products, 0)
+    narrow = d_scores.to(key.dtype)
+    d_query = tl.dot(narrow, key, d_query, input_precision=PRECISION)
+    d_key = tl.dot(tl.trans(narrow), query, d_key, input_precision=PRECISION)
+    # the triangular system
+    products = d_system * tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    d_strength += tl.sum(products, 1)
+    products = products * strength[:, None]
+    d_decay += tl.sum(products, 1) - tl.sum(products, 0)
+    narrow = (d_system * strength[:, None]).to(key.dtype)
+    d_key = tl.dot(narrow, key, d_key, input_precision=PRECISION)
+    d_key = tl.dot(tl.trans(narrow), key, d_key, input_precision=PRECISION)
+    _store_rows(D_QUERY, d_query, start, stop, head, 0, HEADS, K, C, K)
+    _store_rows(D_KEY, d_key, start, stop, head, 0, HEADS, K, C, K)
+    row = start + index
+    d_log_decay = tl.sum(d_decay) - tl.cumsum(d_decay, 0) + d_decay
+    tl.store(D_LOG_DECAY + row * HEADS + head, d_log_decay, mask=row < stop)
+    tl.store(D_STRENGTH + row * HEADS + head, d_strength, mask=row < stop)
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("ramify::gated_delta_rule", mutates_args=())
+def gated_delta_rule_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    chunks: Tensor,
+    track_chunks: Tensor,
+    tracks: Tensor,
+    fork_tracks: Tensor,
+    rounds: Tensor,
+    chunk_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the outputs, and G and T for the backward pass. Widths of heads are powers of two.
+
+    `chunks` [chunks, 3] are start, stop and fork of each chunk, `track_chunks` the chunks of all tracks, `tracks`
+    [tracks, 3] where a track begins and ends in them, and its fork, `fork_tracks` [forks + 1] the first track of each
+    fork, and `rounds` [rounds + 1], on the CPU, the first track of each round.
+    """
+    sizes = _get_sizes(query, value, chunk_size)
+    grid = sizes["HEADS"], len(chunks)
+    decay, inverse, out = (
+        torch.empty_like(log_decay),
+        value.new_empty(*value.shape[:2], chunk_size),
+        value.new_empty(value.shape),
+    )
+    _solve[grid](key, log_decay, strength, chunks, decay, inverse, **_get_constants("_solve", sizes, value))
+    states, new, _, _ = _compute_states(
+        key, value, decay, strength, inverse, chunks, track_chunks, tracks, fork_tracks, rounds, sizes
+    )
+    constants = _get_constants("_compute_outputs", sizes, value)
+    _compute_outputs[grid](query, key, new, decay, states, chunks, out, scale, **constants)
+    return out, decay, inverse
+
+
+def _compute_states(
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    inverse: Tensor,
+    chunks: Tensor,
+    track_chunks: Tensor,
+    tracks: Tensor,
+    fork_tracks: Tensor,
+    rounds: Tensor,
+    sizes: dict[str, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return S₀ of each chunk, and N, U and W of each token."""
+    heads, key_dim, value_dim = sizes["HEADS"], sizes["K"], sizes["V"]
+    u, w = torch.empty_like(value), value.new_empty(len(value), heads, key_dim)
+    constants = _get_constants("_transform", sizes, value)
+    _transform[heads, len(chunks)](key, value, decay, strength, inverse, chunks, u, w, **constants)
+    states, new = value.new_empty(len(chunks), heads, key_dim, value_dim), torch.empty_like(value)
+    fork_states = value.new_empty(len(fork_tracks), heads, key_dim, value_dim, dtype=torch.float32)
+    constants = _get_constants("_pass_states", sizes, value)
+    for first, stop in pairwise(rounds.tolist()):
+        _pass_states[value_dim // constants["BV"], heads, stop - first](
+            key, u, w, decay, chunks, track_chunks, tracks, states, new, fork_states, first, **constants
+        )
+    return states, new, u, w
+
+
+@torch.library.custom_op("ramify::gated_delta_rule_backward", mutates_args=())
+def gated_delta_rule_backward_op(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    inverse: Tensor,
+    chunks: Tensor,
+    track_chunks: Tensor,
+    tracks: Tensor,
+    fork_tracks: Tensor,
+    rounds: Tensor,
+    chunk_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the inputs."""
+    sizes = _get_sizes(query, value, chunk_size)
+    heads, key_heads, value_dim = sizes["HEADS"], sizes["KEY_HEADS"], sizes["V"]
+    states, new, u, w = _compute_states(
+        key, value, decay, strength, inverse, chunks, track_chunks, tracks, fork_tracks, rounds, sizes
+    )
+    d_states, d_new = torch.empty_like(states), torch.empty_like(new)
+    constants = _get_constants("_backward_outputs", sizes, value)
+    _backward_outputs[heads, len(chunks)](query, key, decay, grad, chunks, d_new, scale, **constants)
+    bounds = rounds.tolist()
+    num_roots = bounds[1]
+    d_starts = states.new_empty(max(1, len(tracks) - num_roots), *states.shape[1:], dtype=torch.float32)
+    constants = _get_constants("_pass_gradients", sizes, value)
+    for first, stop in reversed(list(pairwise(bounds))):
+        _pass_gradients[value_dim // constants["BV"], heads, stop - first](
+            query, key, w, decay, grad, chunks, track_chunks, tracks, fork_tracks, d_states, d_new, d_starts,
+            first, num_roots, scale, **constants,
+        )  # fmt: skip
+    summed = torch.float32 if heads > key_heads else key.dtype  # of the heads that share a key
+    d_query, d_key = (key.new_empty(len(key), heads, key.shape[2], dtype=summed) for _ in range(2))
+    d_value, d_log_decay, d_strength = torch.empty_like(value), torch.empty_like(decay), torch.empty_like(decay)
+    _backward_inputs[heads, len(chunks)](
+        query, key, value, u, w, new, decay, strength, inverse, states, grad, d_states, d_new, chunks,
+        d_query, d_key, d_value, d_log_decay, d_strength, scale, **_get_constants("_backward_inputs", sizes, value),
+    )  # fmt: skip
+    if heads > key_heads:
+        d_query, d_key = (tensor.unflatten(1, (key_heads, -1)).sum(2).to(key.dtype) for tensor in (d_query, d_key))
+    return d_query, d_key, d_value, d_log_decay, d_strength
+
+
+def _get_sizes(query: Tensor, value: Tensor, chunk_size: int) -> dict[str, int]:
+    """Return the sizes that all kernels are compiled for."""
+    (key_heads, key_dim), (heads, value_dim) = query.shape[1:], value.shape[1:]
+    return {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "C": chunk_size}
+
+
+def _get_constants(kernel: str, sizes: dict[str, int], value: Tensor) -> dict[str, Any]:
+    """Return the constants and options of a kernel. Wider elements take more registers and shared memory.
+
+    Products of float32 are nearly as precise as in float32, on tensor cores; products of bfloat16 are exact.
+    """
+    columns, warps, stages = LAUNCH_OPTIONS[kernel]
+    is_wide = value.element_size() == 4
+    options: dict[str, Any] = {"PRECISION": "tf32x3", "num_warps": warps, "num_stages": 1 if is_wide else stages}
+    if kernel == "_solve":
+        names = ("HEADS", "KEY_HEADS", "K", "C")
+        return {**{name: sizes[name] for name in names}, **options, "SOLVE_PRECISION": "tf32x3" if is_wide else "tf32"}
+    return {**sizes, **options, "BV": min(columns // 2 if is_wide else columns, sizes["V"])}
+
+
+@gated_delta_rule_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, *rest: Any) -> Any:
+    chunk_size = rest[5]
+    return torch.empty_like(value), torch.empty_like(log_decay), value.new_empty(*value.shape[:2], chunk_size)
+
+
+@gated_delta_rule_backward_op.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, *rest: Any) -> Any:
+    return tuple(map(torch.empty_like, (query, key, value, decay, decay)))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, _, strength, *tables, ctx.chunk_size, ctx.scale = inputs
+    _, decay, inverse = output
+    ctx.mark_non_differentiable(decay, inverse)
+    ctx.save_for_backward(query, key, value, decay, strength, inverse, *tables)
+
+
+def _autograd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    grads = gated_delta_rule_backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.chunk_size, ctx.scale)
+    return *grads, *(None,) * 7
+
+
+gated_delta_rule_op.register_autograd(_autograd_backward, setup_context=_setup_context)
