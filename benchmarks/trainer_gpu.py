@@ -1,7 +1,7 @@
 """A training step on one GPU: MFU, time per part, forest over flat, recompilations.
 
-The model is random and has the shape of Qwen3-0.6B; it computes in bfloat16 on float32 master weights, and a step
-includes clipping and AdamW. MFU counts each matrix product once, attention over visible pairs only, no recomputation
+The model is random and has the shape of Qwen3-0.6B, or with `--shape qwen3.5-0.8b` of Qwen3.5-0.8B; it computes in
+bfloat16 on float32 master weights, and a step includes clipping and AdamW. MFU counts each matrix product once, attention over visible pairs only, no recomputation
 and no padding, against 989 TFLOP/s; the formula is printed. 16k tokens are 16 sequences of 1,024, 64k are 4 of 16,384.
 A step is timed by itself, from a batch at hand to new weights on a chip that has rested, which is how steps of RL come;
 and one after the other without a rest, as in SFT, where the chip reaches its power limit and lowers its clock.
@@ -23,7 +23,7 @@ import torch
 from _check import NO_COMPETITOR, Row, finish, parser
 from _gpu import GROUP_SIZE, PACK_TOKENS, PATH_TOKENS, TraceMaker, make_trainer
 from torch._dynamo.utils import counters
-from transformers import Qwen3Config
+from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from ramify.model.device_copy import DEVICE_PEAKS
 from ramify.trace import AnnotatedTrace, Forest, Message, Trace, build_forest
@@ -46,6 +46,26 @@ SHAPES = {
         head_dim=128,
         max_position_embeddings=40960,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    ),
+    "qwen3.5-0.8b": Qwen3_5TextConfig(  # three layers of four are gated delta nets
+        vocab_size=248320,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        max_position_embeddings=262144,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
         tie_word_embeddings=True,
     ),
     "small": Qwen3Config(  # to try the script itself

@@ -243,7 +243,7 @@ def _pass_gradients(
     key_head = head // (HEADS // KEY_HEADS)
     first, last_index = tl.load(TRACKS + 3 * track), tl.load(TRACKS + 3 * track + 1) - 1
     d_state = tl.zeros([K, BV], tl.float32)
-    for step in range(0, last_index + 1 - first):
+    for step in range(last_index + 1 - first):
         chunk = tl.load(TRACK_CHUNKS + last_index - step)
         start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
         fork = tl.load(CHUNKS + 3 * chunk + 2)
@@ -306,7 +306,7 @@ def _backward_inputs(
     key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
     w = _load_rows(W, start, stop, head, 0, HEADS, K, C, K)
     decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
-    last = tl.load(DECAY + (stop - 1) * HEADS + head)
+    last = tl.load(DECAY + tl.maximum(stop - 1, 0) * HEADS + head)  # an added row of the table is empty
     pair_decay = _pair_decay(decay, C)
     # W = T(b·exp(G)·k), with the gradient -d_w
     d_right_key = -tl.dot(inverse, d_w.to(w.dtype), input_precision=PRECISION)
