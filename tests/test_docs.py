@@ -107,7 +107,7 @@ def test_the_reading_list_has_existing_files_of_about_9000_lines() -> None:
         (
             "docs/agents.md",
             r"with `preload` \| ([\d.]+)",
-            r"`program` with `preload` of .* \| ([\d.]+) \| .* \| ≥",
+            r"`program` with `preload` of [^|]* \| ([\d.]+) \| .* \| ≥",
         ),
         ("docs/agents.md", r"subclass of .* \| ([\d.]+)", r"the same code as `run_agent`.* \| ([\d.]+) \| 3"),
         ("docs/agents.md", r"the chat harness does, with (\d+) rollouts", r"the chat harness \| (\d+)"),
