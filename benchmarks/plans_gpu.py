@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,10 @@ NEW_TOKENS = 8
 TASKSET = Path(__file__).with_name("_long_prompts.py")
 
 
-def draw_cases(count: int, seed: int) -> list[dict[str, Any]]:
+def draw_cases(count: int, seed: int, memories: Sequence[int]) -> list[dict[str, Any]]:
     """Return random configurations."""
     rng = random.Random(seed)
-    choices = {"model": MODELS, "lora": (True, False), "seq_len": SEQ_LENS, "group": GROUP_SIZES, "memory": MEMORIES}
+    choices = {"model": MODELS, "lora": (True, False), "seq_len": SEQ_LENS, "group": GROUP_SIZES, "memory": memories}
     return [{"number": n, **{key: rng.choice(values) for key, values in choices.items()}} for n in range(count)]
 
 
@@ -239,6 +240,7 @@ def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--cases", type=int, default=20, help="configurations")
     flags.add_argument("--seed", type=int, default=0, help="seed of the configurations")
+    flags.add_argument("--memories", type=int, nargs="+", default=MEMORIES, help="GiB of the GPUs")
     flags.add_argument("--hand", type=int, default=0, help="cases that are compared with settings by hand")
     flags.add_argument("--limit", type=float, default=3600.0, help="seconds after which no more cases are started")
     flags.add_argument("--home", type=Path, help="directory of the models; a model that is there is not made again")
@@ -253,7 +255,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU", file=sys.stderr)
         return NO_COMPETITOR
-    cases = draw_cases(args.cases, args.seed)
+    cases = draw_cases(args.cases, args.seed, args.memories)
     with tempfile.TemporaryDirectory() as temporary:
         home = args.home or Path(temporary)
         for size in dict.fromkeys(case["model"] for case in cases):
