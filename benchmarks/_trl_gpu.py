@@ -1,6 +1,6 @@
 """TRL on one GPU, in an interpreter of its own: seconds of a GRPO step, or tokens a second of SFT.
 
-    _trl_gpu.py grpo MODEL_DIR MICRO_BATCH     8 groups of 16, prompts of 368 tokens, 256 new tokens; with vLLM where installed
+    _trl_gpu.py grpo MODEL_DIR MICRO_BATCH     8 groups of 16, prompts of 368 tokens, 256 new tokens; vLLM if it is here
     _trl_gpu.py sft MODEL_DIR MICRO_BATCH      64 conversations of 1,024 tokens a step
 
 Prints one JSON object. Settings that only cost time are off: checkpointing of activations, saving, reports, progress.
@@ -23,16 +23,15 @@ from typing import Any
 from uuid import uuid4
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-VLLM_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-VLLM_ENV |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # in process it is faster
-if HAS_VLLM := find_spec("vllm") is not None:
-    os.environ.update(VLLM_ENV)
 
 import datasets
 import datasets.fingerprint
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+HAS_VLLM = find_spec("vllm") is not None
+VLLM_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+VLLM_ENV |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # in process it is faster
 WARM_STEPS, STEPS, TOKENS = 2, 5, 65_536
 PROMPT_CHARS, SEQ_LEN = 336, 1024
 
@@ -111,6 +110,8 @@ def time_sft(model: str, micro_batch: int, output: str) -> dict[str, float]:
 
 
 def main() -> None:
+    if HAS_VLLM:
+        os.environ.update(VLLM_ENV)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     datasets.fingerprint.Hasher.hash = classmethod(lambda _, value: uuid4().hex)  # its own fails where pyarrow differs

@@ -1,8 +1,9 @@
 """A training step on one GPU: MFU, time per part, forest over flat, recompilations.
 
 The model is random and has the shape of Qwen3-0.6B, or with `--shape qwen3.5-0.8b` of Qwen3.5-0.8B; it computes in
-bfloat16 on float32 master weights, and a step includes clipping and AdamW. MFU counts each matrix product once, attention over visible pairs only, no recomputation
-and no padding, against 989 TFLOP/s; the formula is printed. 16k tokens are 16 sequences of 1,024, 64k are 4 of 16,384.
+bfloat16 on float32 master weights, and a step includes clipping and AdamW. MFU counts each matrix product once,
+attention over visible pairs only, no recomputation and no padding, against 989 TFLOP/s; the formula is printed. 16k
+tokens are 16 sequences of 1,024, 64k are 4 of 16,384.
 A step is timed by itself, from a batch at hand to new weights on a chip that has rested, which is how steps of RL come;
 and one after the other without a rest, as in SFT, where the chip reaches its power limit and lowers its clock.
 Forest over flat runs the same rollouts both ways in packs of 16k tokens: groups of 16 attempts of 1,024 tokens, and
