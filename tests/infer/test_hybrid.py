@@ -15,18 +15,18 @@ from ramify.infer.request import Block, EngineRequest, SamplingParams
 from ramify.infer.scheduler import Scheduler
 from ramify.model.weights import stage_weights
 from ramify.trace.version import PolicyVersion
-from tests.support.models import build_core, publish_as, reference, run, sampled_ids, scores, write_qwen3_next
+from tests.support.models import HYBRIDS, build_core, publish_as, reference, run, sampled_ids, scores
 
 A, B = PolicyVersion("hybrid", 0, 1), PolicyVersion("hybrid", 0, 2)
 SYSTEM = [(7 * index) % 90 + 3 for index in range(40)]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A published model, and transformers' own."""
+@pytest.fixture(scope="module", params=list(HYBRIDS))
+def world(request, tmp_path_factory):
+    """A published model, transformers' own, and how to write another one."""
     directory = tmp_path_factory.mktemp("hybrid")
-    source = write_qwen3_next(directory / "source")
-    return publish_as(directory / "v1", source, A), reference(source)
+    source = HYBRIDS[request.param](directory / "source")
+    return publish_as(directory / "v1", source, A), reference(source), HYBRIDS[request.param]
 
 
 @pytest.fixture
@@ -42,6 +42,10 @@ def sample(core: EngineCore, model, prompt: list[int], max_tokens: int = 10) -> 
     for position, (token, logprob) in enumerate(zip(sampled_ids(request), request.logprobs), len(prompt)):
         assert abs(logprob - expected[position - 1, token].item()) < 1e-4
     return request, core.counters.computed_tokens - before
+
+
+def test_dense_models_have_a_fused_forward(world, core):
+    assert (core.runner.fused_model is not None) == (world[2] is HYBRIDS["qwen3_5"])
 
 
 def test_next_turn_continues_the_last_reply(world, core):
@@ -100,7 +104,7 @@ def test_snapshot_ends_with_its_block(world):
 
 def test_swap_drops_all_snapshots(world, core, tmp_path):
     sample(core, world[1], SYSTEM, max_tokens=1)
-    other = publish_as(tmp_path / "v2", write_qwen3_next(tmp_path / "source", seed=5), B)
+    other = publish_as(tmp_path / "v2", world[2](tmp_path / "source", seed=5), B)
     core.swap_weights(stage_weights(other, core.model.module))
     assert not core.pool.states.snapshots
     assert sample(core, reference(tmp_path / "source"), SYSTEM, max_tokens=1)[1] == 40

@@ -15,6 +15,8 @@ from transformers import (
     Idefics3Config,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     Qwen3VLConfig,
@@ -168,6 +170,41 @@ def write_qwen3_next(directory: Path, seed: int = 0, **settings) -> Path:
     }
     Qwen3NextForCausalLM(Qwen3NextConfig(**defaults | settings)).bfloat16().float().save_pretrained(directory)
     return directory
+
+
+def write_qwen3_5(directory: Path, seed: int = 0, **settings) -> Path:
+    """Write a dense model whose weights are exact in bfloat16: linear attention, then full attention."""
+    torch.manual_seed(seed)
+    defaults = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "max_position_embeddings": POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**defaults | settings))
+    for name, weight in model.named_parameters():
+        if "norm" in name:  # zeros and ones would hide how the weights are applied
+            torch.nn.init.normal_(weight, weight.mean().item(), 0.2)
+    model.bfloat16().float().save_pretrained(directory)
+    return directory
+
+
+HYBRIDS = {"qwen3_next": write_qwen3_next, "qwen3_5": write_qwen3_5}  # run by the model's own code, and fused
 
 
 # -- vision-language models -------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ramify.infer.request import NO_STATE_SLOT, Block, EngineRequest
 
 
 class StateMemory(Protocol):
-    """The states themselves; see `ramify.model.recurrent_state.StatePool`."""
+    """The states themselves; see `ramify.model.kernels.state_pool.StatePool`."""
 
     def clear(self, slot: int) -> None:
         """Set a slot to the state before the first token."""
@@ -200,17 +200,23 @@ class BlockPool:
                     self._replace_block(request, index, node)
         has_new_blocks = num_tokens // size > request.num_shared_blocks
         if self.states is not None and node is not None and has_new_blocks and num_tokens % size == 0:
-            self.due_snapshots[node] = request
+            if num_tokens > request.num_computed_tokens:
+                self.due_snapshots[node] = request
+            elif num_tokens == request.num_computed_tokens:  # its last token was being sampled when it was scheduled
+                self._take_snapshot(node, request, self.states)
         request.cache_node = node
         request.num_shared_blocks = max(request.num_shared_blocks, num_tokens // size)
 
     def take_snapshots(self) -> None:
-        """Take the snapshots that are due: the step has been computed."""
+        """Take the snapshots that are due: the step has been computed, or launched before the copies."""
         for block, request in self.due_snapshots.items():
             if self.states is not None:
-                in_reply = request.num_computed_tokens > len(request.prompt_token_ids)
-                self.states.take_snapshot(block, request, in_reply=in_reply)
+                self._take_snapshot(block, request, self.states)
         self.due_snapshots.clear()
+
+    def _take_snapshot(self, block: Block, request: EngineRequest, states: StateSlots) -> None:
+        in_reply = request.num_computed_tokens > len(request.prompt_token_ids)
+        states.take_snapshot(block, request, in_reply=in_reply)
 
     def find_chunk_end(self, request: EngineRequest, stop: int) -> int:
         """Return where a chunk ends that may have the tokens up to `stop`.

@@ -27,7 +27,7 @@ from ramify.infer.model_runner import ImageRows, ModelRunner, list_logit_rows
 from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.model.kernels.attention_plan import AttentionPlan, build_plan, order_by_prefix
-from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan
+from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, StepSequences
 from ramify.model.load import LoadedModel
 
 # Memory through which a step's inputs reach the GPU and its results come back, while steps follow each other.
@@ -113,6 +113,7 @@ class PreparedStep:
     seeds: np.ndarray
     grammars: list[tuple[int, GrammarState]]  # and the rows with logits that they apply to
     plan: AttentionPlan
+    sequences: np.ndarray  # of the recurrent layers: the sequence of each row, and what `StepSequences` has of each
     num_rows: int  # with padding
     num_logits: int  # with padding
 
@@ -149,18 +150,10 @@ class CudaModelRunner(ModelRunner):
         block_size: int,
         max_rows: int,
         max_requests: int,
-        fused: bool = True,
         share_prefixes: bool = True,
-        feature_cache_bytes: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            model,
-            counters,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            fused=fused,
-            feature_cache_bytes=feature_cache_bytes,
-        )
+        super().__init__(model, counters, num_blocks=num_blocks, block_size=block_size, **options)
         from ramify.model.kernels.cuda.paged_attention import PagedAttention
 
         shape, device = model.shape, model.device
@@ -176,7 +169,8 @@ class CudaModelRunner(ModelRunner):
         self._kernels.reserve_partials(INITIAL_PARTIALS)
         self._share_prefixes = share_prefixes
         num_rows = _round_up_rows(max_rows)
-        self._rows = UploadBuffer(9 * num_rows, device)
+        self._max_sequences = max_requests if self.states else 0
+        self._rows = UploadBuffer(13 * num_rows, device)
         self._plan = UploadBuffer(INITIAL_PLAN_INTS, device)
         self._ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         max_logits = max(_round_up_rows(max_requests), _round_up_logits(max_requests))
@@ -256,6 +250,7 @@ class CudaModelRunner(ModelRunner):
             seeds=np.array([request.seed for request in sampling], dtype=np.uint64),
             grammars=[(row, request.grammar) for row, request in enumerate(sampling) if request.grammar is not None],
             plan=build_plan(tables, starts, stops, num_rows, kernel_shape),
+            sequences=self._list_sequences(chunks_by_row, num_rows),
             num_rows=num_rows,
             num_logits=num_logits,
         )
@@ -264,6 +259,19 @@ class CudaModelRunner(ModelRunner):
         if not self.has_grid_positions:
             return positions[np.newaxis]
         return np.concatenate([chunk.request.get_positions(chunk.start, chunk.stop) for chunk in chunks], axis=1)
+
+    def _list_sequences(self, chunks: Sequence[ScheduledChunk], num_rows: int) -> np.ndarray:
+        """Return the arrays of `StepSequences`, one after the other; nothing if there are no recurrent layers."""
+        row_sequence = np.full(num_rows, -1, dtype=np.int32)
+        sequences = np.zeros((3, min(num_rows, self._max_sequences)), dtype=np.int32)
+        if not self._max_sequences:
+            return sequences.ravel()
+        end = 0
+        for index, chunk in enumerate(chunks):
+            row_sequence[end : end + chunk.num_tokens] = index
+            sequences[:, index] = end, end + chunk.num_tokens, chunk.request.state_slot
+            end += chunk.num_tokens
+        return np.concatenate([row_sequence, sequences.ravel()])
 
     def _order_rows(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         """Return the order of rows: decoding first, sequences with common blocks adjacent."""
@@ -325,7 +333,8 @@ class CudaModelRunner(ModelRunner):
         temperatures, seeds = logits[1].view(np.float32), np.zeros(num_logits, dtype=np.uint64)
         logits[0, : len(step.logit_rows)] = step.logit_rows
         temperatures[: len(step.temperatures)], seeds[: len(step.seeds)] = step.temperatures, step.seeds
-        self._rows.upload(seeds, rows.ravel(), logits.ravel())  # 64-bit numbers first, aligned
+        # 64-bit numbers first, aligned
+        self._rows.upload(seeds, rows.ravel(), logits.ravel(), step.sequences)
 
     # -- the GPU's side ------------------------------------------------------------------------------------------------
 
@@ -393,13 +402,27 @@ class CudaModelRunner(ModelRunner):
         return self._ids[: len(rows.ids)]
 
     def _build_metadata(self, rows: "DeviceRows", *, fused: bool) -> AttentionMetadata:
-        plan = DevicePlan(self._plan.device, rows.positions, self._kernels)
-        return AttentionMetadata(self.pool, rows.slots if fused else rows.slots.long(), plan=plan)
+        plan = DevicePlan(self._plan.device, rows.positions, self._kernels, rows.sequences)
+        return AttentionMetadata(self.pool, rows.slots if fused else rows.slots.long(), plan=plan, states=self.states)
 
     def _split_rows(self, num_rows: int, num_logits: int) -> "DeviceRows":
         sizes = [2 * num_logits] + [num_rows] * 5 + [num_logits] * 2
-        rows = DeviceRows(*self._rows.device[: sum(sizes)].split(sizes))
-        return rows._replace(seeds=rows.seeds.view(torch.int64), temperatures=rows.temperatures.view(torch.float32))
+        if self._max_sequences:
+            sizes += [num_rows] + [min(num_rows, self._max_sequences)] * 3
+        seeds, *rows = self._rows.device[: sum(sizes)].split(sizes)
+        sequences = StepSequences(*rows[7:]) if self._max_sequences else None
+        ids, sources, positions, slots, rotary_positions, logit_rows, temperatures = rows[:7]
+        return DeviceRows(
+            seeds.view(torch.int64),
+            ids,
+            sources,
+            positions,
+            slots,
+            rotary_positions,
+            logit_rows,
+            temperatures.view(torch.float32),
+            sequences,
+        )
 
 
 class DeviceRows(NamedTuple):
@@ -413,6 +436,7 @@ class DeviceRows(NamedTuple):
     rotary_positions: Tensor
     logit_rows: Tensor
     temperatures: Tensor
+    sequences: StepSequences | None  # if there are recurrent layers
 
 
 def _round_up_rows(num_rows: int) -> int:

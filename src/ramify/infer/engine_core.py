@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -34,6 +34,7 @@ from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.roofline import build_step_work
 from ramify.infer.sampler import compute_top_logprobs, sample_tokens
 from ramify.infer.scheduler import ScheduledChunk, Scheduler
+from ramify.model.fused_model import build_fused_model
 from ramify.model.load import LoadedModel
 from ramify.model.logprob_check import compute_logprobs
 from ramify.model.weights import StagedWeights, apply_weights, get_untied_tensors
@@ -233,6 +234,7 @@ class EngineCore:
             if chunk.samples_next:
                 chunk.request.expect_token(len(sampling))
                 sampling.append((chunk.request, chunk.stop))
+        self.pool.take_snapshots()
         return LaunchedStep(sampling, step.wait, self.version, step.has_grammars)
 
     def finish_launched_step(self) -> None:
@@ -385,40 +387,33 @@ class EngineCore:
 def _build_runner(
     model: LoadedModel, config: EngineConfig, limits: EngineLimits, counters: EngineCounters, num_blocks: int
 ) -> ModelRunner:
-    if model.state_specs:
-        if config.batch_invariant:
-            raise ConfigInvalid("inference.batch_invariant is not supported for models with recurrent layers")
-        num_slots = limits.max_running_requests + limits.num_state_snapshots
-        return HybridModelRunner(
-            model, counters, num_blocks=num_blocks, block_size=config.block_size, num_slots=num_slots
-        )
+    if model.state_specs and config.batch_invariant:
+        raise ConfigInvalid("inference.batch_invariant is not supported for models with recurrent layers")
     on_gpu = model.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    feature_cache_bytes = config.image_cache_mib << 20
-    if on_gpu and not config.batch_invariant:
+    use_plans, fused_model = on_gpu and not config.batch_invariant, None
+    # Steps with images run the model's own code, and in batch-invariant mode every step must have the same bits.
+    if config.fused_ops and not (config.batch_invariant and model.tower is not None):
+        fused_model = build_fused_model(model.module, planned=use_plans, state_specs=model.state_specs)
+    options: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_size": config.block_size,
+        "num_state_slots": limits.max_running_requests + limits.num_state_snapshots,
+    }
+    if model.state_specs and fused_model is None:
+        return HybridModelRunner(model, counters, **options)
+    options |= {"fused_model": fused_model, "feature_cache_bytes": config.image_cache_mib << 20}
+    if use_plans:
+        max_rows, max_requests = limits.max_num_batched_tokens, limits.max_running_requests
+        share = config.share_prefixes
         return CudaModelRunner(
-            model,
-            counters,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_rows=limits.max_num_batched_tokens,
-            max_requests=limits.max_running_requests,
-            fused=config.fused_ops,
-            share_prefixes=config.share_prefixes,
-            feature_cache_bytes=feature_cache_bytes,
+            model, counters, max_rows=max_rows, max_requests=max_requests, share_prefixes=share, **options
         )
-    return ModelRunner(
-        model,
-        counters,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        fused=config.fused_ops,
-        fixed_rows=limits.max_num_batched_tokens if config.batch_invariant else None,
-        feature_cache_bytes=feature_cache_bytes,
-    )
+    fixed_rows = limits.max_num_batched_tokens if config.batch_invariant else None
+    return ModelRunner(model, counters, fixed_rows=fixed_rows, **options)
 
 
 def _build_state_slots(runner: ModelRunner, limits: EngineLimits, counters: EngineCounters) -> StateSlots | None:
-    if not isinstance(runner, HybridModelRunner):
+    if runner.states is None:
         return None
     return StateSlots(runner.states, limits.max_running_requests, limits.num_state_snapshots, counters)
 

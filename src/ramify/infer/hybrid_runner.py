@@ -1,4 +1,4 @@
-"""Running steps of models with recurrent layers, by the model's own code.
+"""Running steps of models with recurrent layers by the model's own code, where there is no fused forward.
 
 A recurrent layer reads its row from left to right, so the chunks of a step cannot be one flat row. Chunks with the same
 number of tokens are one forward pass, a row for each; a decode step is a single one. Every row starts with the state of
@@ -11,22 +11,14 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from ramify.infer.metrics import EngineCounters
 from ramify.infer.model_runner import ModelRunner, count_logit_rows
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile
-from ramify.model.load import LoadedModel
-from ramify.model.recurrent_state import StatePool
+from ramify.model.recurrent_state import StepCache
 
 
 class HybridModelRunner(ModelRunner):
-    """A `ModelRunner` for models with recurrent layers, which owns their states too."""
-
-    def __init__(
-        self, model: LoadedModel, counters: EngineCounters, *, num_blocks: int, block_size: int, num_slots: int
-    ) -> None:
-        self.states = StatePool(model.state_specs, num_slots, model.device)
-        super().__init__(model, counters, num_blocks=num_blocks, block_size=block_size, fused=False)
+    """A `ModelRunner` for models with recurrent layers that have no fused forward."""
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Tensor]:
         """Compute the chunks; return them in the order of their rows, and the logits."""
@@ -49,7 +41,9 @@ class HybridModelRunner(ModelRunner):
     ) -> Tensor:
         """Return the logits of the last `num_logits` tokens of each row; the states are changed."""
         num_tokens = ids.shape[1]
-        cache = self.states.load(state_slots, self.model.shape.num_layers)
+        assert self.states is not None
+        states = self.states.load(state_slots)
+        cache = StepCache(self.model.shape.num_layers, self.states.specs, states)
         output = self.model.module(
             input_ids=ids,
             position_ids=positions,
@@ -58,11 +52,12 @@ class HybridModelRunner(ModelRunner):
             logits_to_keep=torch.arange(num_tokens - num_logits, num_tokens, device=ids.device),
             attn_metadata=metadata,
         )
-        self.states.store(state_slots, cache)
+        self.states.store(state_slots, states)
         return output.logits
 
     def _compute_check_logits(self, ids: Tensor) -> Tensor:
         """Return the logits of a sequence that is computed in up to three chunks, the last of one token."""
+        assert self.states is not None
         num_tokens, slot = len(ids), self._to_device([0])
         blocks = self._to_device(range(-(-num_tokens // self.block_size)))
         bounds = sorted({0, max(0, num_tokens - 3), max(0, num_tokens - 1), num_tokens})

@@ -23,10 +23,11 @@ from ramify.infer.metrics import EngineCounters
 from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.model.device_memory import is_out_of_memory
-from ramify.model.fused_model import build_fused_model, build_hf_forward, build_image_forward
+from ramify.model.fused_model import FusedModel, build_hf_forward, build_image_forward
 from ramify.model.images import ProcessedImage
 from ramify.model.kernels.cpu.decoder import ROWS_PER_CHUNK, CompiledDecoderOps
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
+from ramify.model.kernels.state_pool import StatePool
 from ramify.model.load import ATTENTION_NAME, LoadedModel
 from ramify.model.logprob_check import (
     NUM_CHECK_TOKENS,
@@ -67,7 +68,8 @@ class ImageRows(NamedTuple):
 class ModelRunner:
     """Owns the model's KV pool and runs steps.
 
-    `compiled_ops` are the operators in C, if they are used; `ops_description` names the operators for the log.
+    Without a `fused_model` it runs the model's own code. `compiled_ops` are the operators in C, if they are used;
+    `ops_description` names the operators for the log. `states` has the states of recurrent layers, if there are any.
     """
 
     uses_plans = False  # whether steps have attention plans
@@ -79,11 +81,13 @@ class ModelRunner:
         *,
         num_blocks: int,
         block_size: int,
-        fused: bool = True,
+        fused_model: FusedModel | None = None,
         fixed_rows: int | None = None,
         feature_cache_bytes: int = 0,
+        num_state_slots: int = 0,
     ) -> None:
         self.model, self.counters = model, counters
+        self.states = StatePool(model.state_specs, num_state_slots, model.device) if model.state_specs else None
         self.image_encoder = ImageEncoder(model.tower, feature_cache_bytes, counters) if model.tower else None
         self.has_grid_positions = model.tower is not None and model.tower.has_grid_positions
         self.has_device_memory = model.device.type != "cpu"
@@ -100,10 +104,7 @@ class ModelRunner:
             model.device,
             model_layers=shape.kv_layers,
         )
-        if model.tower is not None and fixed_rows is not None:
-            fused = False  # steps with images run the model's own code, and every step must have the same bits
-        self.fused_model = build_fused_model(model.module, planned=self.uses_plans) if fused else None
-        self.forward = self.fused_model or build_hf_forward(model.module)
+        self.fused_model, self.forward = fused_model, fused_model or build_hf_forward(model.module)
         self.forward_with_images = build_image_forward(model.module)
         ops = self.fused_model.ops if self.fused_model else None
         self.ops_description = ops.description if ops else "the model's own code"
@@ -204,7 +205,7 @@ class ModelRunner:
         host_inputs = self._token_inputs(chunks_by_row)
         device_inputs = self._to_device(host_inputs)
         ids, indices, slots = device_inputs[:3]
-        metadata = AttentionMetadata(self.pool, slots, self._build_tiles(chunks_by_row))
+        metadata = AttentionMetadata(self.pool, slots, self._build_tiles(chunks_by_row), states=self.states)
         logit_rows, num_rows = list_logit_rows(chunks_by_row)
         decoding = [chunk.request for chunk in chunks] if len(logit_rows) == num_rows == len(chunks) else []
         if decoding:
@@ -293,8 +294,11 @@ class ModelRunner:
         lengths = np.array(counts)[:, None]
         padded_offsets = np.minimum(offsets, lengths - 1)  # padding repeats the last token of its sequence
         positions = np.array([chunk.start for chunk in chunks])[:, None] + padded_offsets
-        pad_index = unpad_index = None
+        pad_index = unpad_index = device_lengths = state_slots = None
+        if self.states is not None:
+            state_slots = self._to_device([chunk.request.state_slot for chunk in chunks])
         if min(counts) < queries:
+            device_lengths = self._to_device(counts)
             row_starts = np.concatenate(([0], np.cumsum(counts)[:-1]))[:, None]
             pad_index = self._to_device((row_starts + padded_offsets).ravel())
             unpad_index = self._to_device(np.flatnonzero((offsets < lengths).ravel()))
@@ -307,6 +311,8 @@ class ModelRunner:
             self._to_device(positions),
             pad_index,
             unpad_index,
+            device_lengths,
+            state_slots,
         )
 
     def _stack_block_tables(self, chunks: Sequence[ScheduledChunk]) -> Tensor:

@@ -8,8 +8,9 @@ forward, `build_fused_model` runs both on a few tokens and keeps the fused one o
 model runs its own code.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,12 +19,15 @@ from torch import Tensor, nn
 from ramify.model.kernels.cpu import CLibraryUnavailable, build_cpu_ops
 from ramify.model.kernels.decoder_ops import AdapterWeights, DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
+from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.lora import LoraLinear
 from ramify.model.vision import build_image_inputs
 
 # Pre-norm, rotary in halves, gated SiLU. The three positions of a text token of Qwen3-VL are equal, so it is rotated as
 # in Qwen3; steps with image tokens run `build_image_forward`.
-SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text"}
+SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text", "qwen3_5_text"}
+ZERO_CENTERED_NORM_TYPES = {"qwen3_5_text"}  # their norms multiply by 1 + weight
 ForwardFn = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
 """(ids, positions, attention metadata, logit rows) -> logits of these rows, [logit rows, vocab]."""
 
@@ -33,7 +37,7 @@ class FusedModel:
 
     def __init__(self, module: Any) -> None:
         config, core, head = module.config.get_text_config(), module.get_decoder(), module.lm_head
-        attention = core.layers[0].self_attn
+        attention = next(layer.self_attn for layer in core.layers if hasattr(layer, "self_attn"))
         embedding, layers = core.embed_tokens.weight, [_fuse_layer(layer) for layer in core.layers]
         linears = [module for module in core.layers.modules() if isinstance(module, LoraLinear)]
         self.sizes = DecoderSizes(
@@ -46,12 +50,14 @@ class FusedModel:
             scaling=attention.scaling,
             adapter_rank=max((len(adapter.up) for layer in layers for adapter in layer.adapters), default=0),
             adapter_scaling=linears[0].scaling if linears else 0.0,
+            norm_offset=1.0 if config.model_type in ZERO_CENTERED_NORM_TYPES else 0.0,
+            has_gate=attention.q_proj.out_features > config.num_attention_heads * attention.head_dim,
         )
         all_positions = torch.arange(config.max_position_embeddings, device=embedding.device).unsqueeze(0)
         if "mrope_section" in (config.rope_parameters or {}):
             all_positions = all_positions.expand(3, 1, -1)  # transformers 5.17 does not expand them itself
         cos, sin = (part[0] for part in core.rotary_emb(embedding[:1].unsqueeze(0), position_ids=all_positions))
-        half = self.sizes.head_dim // 2
+        half = cos.shape[-1] // 2
         rope_table = torch.cat((cos, -sin[:, :half], sin[:, half:]), -1)
         self.weights = DecoderWeights(embedding, rope_table, core.norm.weight, head.weight, head.bias, layers)
         self.ops = DecoderOps(self.sizes)
@@ -61,10 +67,13 @@ class FusedModel:
         return self.ops.forward(self.weights, ids, positions, attn_metadata, logit_rows)
 
 
-def build_fused_model(module: Any, *, planned: bool = False) -> FusedModel | None:
+def build_fused_model(
+    module: Any, *, planned: bool = False, state_specs: Sequence[StateSpec] = ()
+) -> FusedModel | None:
     """Return the fused forward of a model, or None if the model is of another type or the logits do not match.
 
-    If `planned`, its steps have attention plans, and it runs the kernels for CUDA.
+    If `planned`, its steps have attention plans, and it runs the kernels for CUDA. `state_specs` are the states of its
+    recurrent layers.
     """
     config = module.config.get_text_config()
     if (
@@ -79,13 +88,19 @@ def build_fused_model(module: Any, *, planned: bool = False) -> FusedModel | Non
         return None
     # Not inference mode: concatenated weights stay ordinary tensors, to be updated later.
     with torch.no_grad(), _random_adapters(module):
-        expected = _run_check_sequence(module, build_hf_forward(module))
+        # The model's own code does not keep states between chunks.
+        expected = _run_check_sequence(module, build_hf_forward(module), num_chunks=1 if state_specs else 3)
         fused = FusedModel(module)
         if planned:
             from ramify.model.kernels.cuda.decoder import CudaDecoderOps  # needs Triton
 
             fused.ops = CudaDecoderOps(fused.sizes)
-            return fused if _logits_match(expected, _run_check_sequence(module, fused, planned=True)) else None
+            actual = _run_check_sequence(module, fused, state_specs=state_specs, planned=True)
+            return fused if _logits_match(expected, actual) else None
+        if state_specs:
+            fused.ops = DecoderOps(fused.sizes, "torch (recurrent layers)")
+            actual = _run_check_sequence(module, fused, state_specs=state_specs)
+            return fused if _logits_match(expected, actual) else None
         try:
             fused.ops = build_cpu_ops(fused.sizes, fused.weights)
             if _logits_match(expected, _run_check_sequence(module, fused)):
@@ -167,25 +182,42 @@ def _has_dynamic_rope(config: Any) -> bool:
 
 
 def _fuse_layer(layer: Any) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = _concat_weights(attention.q_proj, attention.k_proj, attention.v_proj)
+    mlp, mixer = layer.mlp, getattr(layer, "linear_attn", None)
+    if mixer is not None:
+        inputs, output = [mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a], mixer.out_proj
+    else:
+        mixer = layer.self_attn
+        inputs, output = [mixer.q_proj, mixer.k_proj, mixer.v_proj], mixer.o_proj
+    qkv, qkv_bias = _concat_weights(*inputs)
     gate_up, _ = _concat_weights(mlp.gate_proj, mlp.up_proj)
-    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    q_norm, k_norm = (getattr(mixer, name, None) for name in ("q_norm", "k_norm"))
     return LayerWeights(
         norm=layer.input_layernorm.weight,
         qkv=qkv,
         qkv_bias=qkv_bias,
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
-        out=_concat_weights(attention.o_proj)[0],
-        out_bias=attention.o_proj.bias,
+        out=_concat_weights(output)[0],
+        out_bias=output.bias,
         mlp_norm=layer.post_attention_layernorm.weight,
         gate_up=gate_up,
         down=_concat_weights(mlp.down_proj)[0],
-        qkv_adapter=_concat_adapters(attention.q_proj, attention.k_proj, attention.v_proj),
-        out_adapter=_concat_adapters(attention.o_proj),
+        qkv_adapter=_concat_adapters(*inputs),
+        out_adapter=_concat_adapters(output),
         gate_up_adapter=_concat_adapters(mlp.gate_proj, mlp.up_proj),
         down_adapter=_concat_adapters(mlp.down_proj),
+        delta_rule=None if hasattr(layer, "self_attn") else _read_delta_rule(mixer),
+    )
+
+
+def _read_delta_rule(mixer: Any) -> DeltaRuleWeights:
+    return DeltaRuleWeights(
+        conv=mixer.conv1d.weight.squeeze(1),
+        log_rate=mixer.A_log,
+        step_bias=mixer.dt_bias,
+        norm=mixer.norm.weight,
+        key_heads=mixer.num_k_heads,
+        key_dim=mixer.head_k_dim,
     )
 
 
@@ -224,23 +256,34 @@ def _concat_weights(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _run_check_sequence(module: Any, forward: ForwardFn, num_tokens: int = 8, *, planned: bool = False) -> Tensor:
-    """Return the logits of a short sequence that is computed in three chunks, the last of one token."""
+def _run_check_sequence(
+    module: Any,
+    forward: ForwardFn,
+    num_tokens: int = 8,
+    *,
+    num_chunks: int = 3,
+    state_specs: Sequence[StateSpec] = (),
+    planned: bool = False,
+) -> Tensor:
+    """Return the logits of a short sequence that is computed in one or three chunks, the last of one token."""
     if planned:
         from ramify.model.kernels.cuda.paged_attention import plan_one_sequence  # needs Triton
     config, weight = module.config.get_text_config(), module.get_input_embeddings().weight
-    device, head_dim = weight.device, module.get_decoder().layers[0].self_attn.head_dim
+    device, states = weight.device, StatePool(state_specs, 1, weight.device) if state_specs else None
+    head_dim = next(layer.self_attn.head_dim for layer in module.get_decoder().layers if hasattr(layer, "self_attn"))
     pool = KVPool(config.num_hidden_layers, 1, num_tokens, config.num_key_value_heads, head_dim, weight.dtype, device)
     ids = (torch.arange(num_tokens, device=device) * 7919 + 13) % config.vocab_size
     block_table = torch.zeros(1, dtype=torch.long, device=device)
     logits: list[Tensor] = []
-    for start, stop in ((0, num_tokens - 3), (num_tokens - 3, num_tokens - 1), (num_tokens - 1, num_tokens)):
+    bounds = (0, num_tokens - 3, num_tokens - 1, num_tokens) if num_chunks == 3 else (0, num_tokens)
+    for start, stop in pairwise(bounds):
         positions = torch.arange(start, stop, device=device)
         if planned:
-            metadata = plan_one_sequence(pool, config.num_attention_heads, start, stop)
+            metadata = plan_one_sequence(pool, config.num_attention_heads, start, stop, states)
         else:
             tile = AttentionTile(0, stop - start, 1, stop - start, block_table, positions.unsqueeze(0))
-            metadata = AttentionMetadata(pool, positions, [tile])
+            tile.state_slots = block_table
+            metadata = AttentionMetadata(pool, positions, [tile], states=states)
         rows = torch.arange(stop - start, device=device)
         logits.append(forward(ids[start:stop], positions, metadata, rows))
     return torch.cat(logits)

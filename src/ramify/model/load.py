@@ -19,11 +19,12 @@ from ramify.core.errors import ModelUnsupported, WeightsRefused
 from ramify.core.terminal import hide_log_records
 from ramify.model.experts import ATTENTION_LAYER_TYPES, RECURRENT_LAYER_TYPES
 from ramify.model.kernels.paged_attention import paged_attention
+from ramify.model.kernels.state_pool import StateSpec
 from ramify.model.logprob_check import collect_token_ids, describe_error, split_attn_implementation
 from ramify.model.lora import merge_published_adapters
 from ramify.model.pack_layout import VISION_MODEL_TYPES, get_longrope_limit, get_per_layer_settings
 from ramify.model.precision import DtypeChoice, choose_dtype
-from ramify.model.recurrent_state import StateSpec, probe_state_specs
+from ramify.model.recurrent_state import probe_state_specs
 from ramify.model.vision import VisionTower, get_vision_tower
 from ramify.model.weights import read_tensors
 from ramify.model.weights_manifest import PublishedAdapters

@@ -1,14 +1,11 @@
-"""The states of recurrent layers, such as linear attention, in slots.
+"""The states of recurrent layers, such as linear attention, as the code of transformers reads and writes them.
 
-An attention layer keeps the keys and values of every token. A recurrent layer keeps a state of fixed size, which
-every token changes: a convolution its last inputs, linear attention a matrix. The layers of transformers read and write
-their states through a cache object, so the model keeps its own code: `StatePool` holds the states of all requests and
-snapshots, and `StepCache` is the cache object of one forward pass, which begins with the states of some slots.
+Its layers use a cache object: `probe_state_specs` reads from it which states a model has, and `StepCache` is the cache
+object of one forward pass, which begins with the states of some slots.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,25 +14,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ramify.core.errors import ModelUnsupported
 from ramify.model.device_memory import is_out_of_memory
+from ramify.model.kernels.state_pool import StateKind, StateSpec
 from ramify.model.logprob_check import describe_error
-
-StateKind = Literal["conv", "recurrent"]
-
-
-@dataclass(frozen=True, slots=True)
-class StateSpec:
-    """One tensor of a layer's state. `shape` is for one sequence."""
-
-    layer: int
-    kind: StateKind
-    index: int  # a layer may have several of a kind
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of one sequence."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @torch.no_grad()
@@ -69,33 +49,6 @@ def _list_specs(layer: int, kind: StateKind, states: Mapping[int, Tensor | None]
         for index, state in states.items()
         if state is not None
     ]
-
-
-class StatePool:
-    """The memory of all states: for each spec a tensor [num_slots, *shape]."""
-
-    def __init__(self, specs: Sequence[StateSpec], num_slots: int, device: torch.device) -> None:
-        self.specs = specs
-        self.tensors = [torch.zeros(num_slots, *spec.shape, dtype=spec.dtype, device=device) for spec in specs]
-
-    def clear(self, slot: int) -> None:
-        """Set a slot to the state before the first token."""
-        for tensor in self.tensors:
-            tensor[slot] = 0
-
-    def copy(self, source: int, target: int) -> None:
-        """Copy the state of one slot to another."""
-        for tensor in self.tensors:
-            tensor[target] = tensor[source]
-
-    def load(self, slots: Tensor, num_layers: int) -> "StepCache":
-        """Return a cache for sequences that continue the states of these slots."""
-        return StepCache(num_layers, self.specs, [tensor.index_select(0, slots) for tensor in self.tensors])
-
-    def store(self, slots: Tensor, cache: "StepCache") -> None:
-        """Store the states that a forward pass has left in its cache."""
-        for tensor, state in zip(self.tensors, cache.states):
-            tensor.index_copy_(0, slots, state)
 
 
 class StepCache(Cache):

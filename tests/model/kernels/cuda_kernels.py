@@ -15,12 +15,16 @@ from ramify.infer.request import SamplingParams
 from ramify.infer.sampler import uniform_noise
 from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
+from ramify.model.kernels.paged_attention import AttentionTile, StepSequences
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
+from ramify.model.kernels.recurrent_ops import compute_delta_rule as reference_delta_rule
+from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
 from tests.support import reference_ops as reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Padding rows of the interpreter divide 0 by 0; they are not stored.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+# Padding rows of the interpreter divide 0 by 0, or hold what was in memory; they are not stored or read.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 long_in_the_interpreter = pytest.mark.skipif(
     DEVICE.type == "cpu" and not os.environ.get("RAMIFY_FULL"), reason="ten seconds in the interpreter of Triton"
 )
@@ -220,6 +224,80 @@ def test_tree_attention_with_sinks_equals_the_reference_forward_and_backward(sof
         assert (actual - expected_grad).norm() <= 1e-5 * expected_grad.norm()
 
 
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (6, 6)])
+def test_delta_rule_equals_plain_pytorch(heads, key_heads):
+    """Decoding sequences and chunks, shorter and longer than the window of the convolution, and padding."""
+    from ramify.model.kernels.cuda.recurrent_ops import compute_delta_rule
+
+    torch.manual_seed(heads)
+    key_dim, value_dim, width, lengths, slots = 8, 24, 4, [1, 1, 2, 3, 9], [5, 1, 0, 4, 2]
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    weights = DeltaRuleWeights(
+        torch.randn(channels, width, device=DEVICE),
+        torch.rand(heads, device=DEVICE),
+        *(torch.randn(size, device=DEVICE) for size in (heads, value_dim)),
+        key_heads,
+        key_dim,
+    )
+    specs = [
+        StateSpec(3, "conv", 0, (channels, width), torch.float32),
+        StateSpec(3, "recurrent", 0, (heads, key_dim, value_dim), torch.float32),
+    ]
+    pools = [StatePool(specs, 6, DEVICE) for _ in range(2)]
+    for tensor, other in zip(pools[0].tensors, pools[1].tensors):
+        other.copy_(tensor.normal_())
+    starts = np.cumsum([0, *lengths]).tolist()
+    projected = torch.randn(starts[-1] + 2, sum(weights.widths), device=DEVICE)
+    numbers = [
+        [*np.repeat(np.arange(5), lengths), -1, -1],
+        [*starts[:-1], 0, 0],
+        [*starts[1:], 0, 0],
+        [*slots, 0, 0],
+    ]
+    sequences = StepSequences(*(torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in numbers))
+    out = compute_delta_rule(weights, projected, sequences, pools[0], 3, 1e-6)[: starts[-1]]
+    parts = []
+    for start, length, slot in zip(starts, lengths, slots):
+        index = torch.tensor([slot], device=DEVICE)
+        tile = AttentionTile(start, start + length, 1, length, index, index, state_slots=index)
+        parts.append(reference_delta_rule(weights, projected[start : start + length], tile, pools[1], 3))
+    gates = projected[: starts[-1]].split(weights.widths, -1)[1].unflatten(1, (heads, value_dim))
+    normed = torch.nn.functional.rms_norm(torch.cat(parts), (value_dim,), weights.norm, 1e-6)
+    torch.testing.assert_close(out, (normed * torch.nn.functional.silu(gates)).flatten(1), atol=1e-5, rtol=1e-4)
+    for actual, expected in zip(pools[0].tensors, pools[1].tensors):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_rotation_of_gated_queries_equals_plain_formulas():
+    """A part of each head is rotated, a gate follows each query, and the weights of the norms have an offset."""
+    from ramify.model.kernels.cuda.decoder import _gate_heads, _rotate_and_cache
+
+    torch.manual_seed(0)
+    rows, heads, kv_heads, width, rotated = 3, 3, 1, 16, 8
+    qkv = torch.randn(rows, (2 * heads + 2 * kv_heads) * width, device=DEVICE)
+    rope, norms = torch.randn(20, 2 * rotated, device=DEVICE), torch.randn(2, width, device=DEVICE)
+    positions, slots = torch.tensor([[3, 0, 19], [2, 0, 1]], dtype=torch.int32, device=DEVICE)
+    heads_and_gates, key, value = qkv.view(rows, -1, width).split([2 * heads, kv_heads, kv_heads], 1)
+    query, gate = heads_and_gates.view(rows, heads, 2, width).clone().unbind(2)
+    cos, sin = rope[positions.long()].unsqueeze(1).chunk(2, -1)
+    expected = []
+    for part, norm in ((query, norms[0]), (key, norms[1])):
+        normed = torch.nn.functional.rms_norm(part, (width,), 1 + norm, 1e-6)
+        first, rest = normed.split([rotated, width - rotated], -1)
+        expected.append(torch.cat([first * cos + first.roll(rotated // 2, -1) * sin, rest], -1))
+    cache = torch.zeros(3, 2, kv_heads, width, device=DEVICE)
+    constants: Any = {"HEADS": heads, "KV_HEADS": kv_heads, "D": width, "HALF": 8, "TILE": 8}
+    constants |= {"ROTATED": rotated, "QUERY_STRIDE": 2 * width, "EPS": 1e-6, "OFFSET": 1.0}
+    _rotate_and_cache[(rows, 1)](
+        qkv, qkv, *norms, rope, positions, slots, cache, **constants, HAS_BIAS=False, HAS_NORM=True
+    )
+    torch.testing.assert_close(qkv[:, : 2 * heads * width].view(rows, heads, 2, width)[:, :, 0], expected[0])
+    torch.testing.assert_close(cache[slots.long()], torch.stack((expected[1], value), 1))
+    out = query.flatten(1).clone()
+    _gate_heads[(rows, 1)](out, qkv, qkv.stride(0), HEADS=heads, D=width, BLOCK=64)
+    torch.testing.assert_close(out, (query * gate.sigmoid()).flatten(1))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "has_norm"), [(9, 3, True), (4, 2, False)])
 def test_rotation_equals_plain_formulas(heads, kv_heads, has_norm):
     from ramify.model.kernels.cuda.decoder import HEADS_PER_PROGRAM, _rotate_and_cache
@@ -237,6 +315,7 @@ def test_rotation_equals_plain_formulas(heads, kv_heads, has_norm):
         expected.append(normed * cos + normed.roll(width // 2, -1) * sin)
     cache = torch.zeros(10, 2, kv_heads, width, device=DEVICE)
     constants: Any = {"HEADS": heads, "KV_HEADS": kv_heads, "D": width, "HALF": 8, "TILE": HEADS_PER_PROGRAM}
+    constants |= {"ROTATED": width, "QUERY_STRIDE": width, "OFFSET": 0.0}
     _rotate_and_cache[(rows, -(-num_heads // HEADS_PER_PROGRAM))](
         qkv, bias, *norms, rope, positions, slots, cache, **constants, EPS=1e-6, HAS_BIAS=True, HAS_NORM=has_norm
     )
@@ -293,16 +372,17 @@ def test_steps_of_a_small_engine_write_no_sampled_token_beyond_their_memory(tmp_
 
 
 @long_in_the_interpreter
-def test_engine_with_these_kernels_has_the_logprobs_of_transformers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_engine_with_these_kernels_has_the_logprobs_of_transformers(family, tmp_path, monkeypatch):
     """Requests share a prompt, fork inside a block, stop early, and are sampled greedily or with a filter."""
-    from tests.support.models import build_core, reference, run, sampled_ids, scores, write_llama
+    from tests.support.models import build_core, reference, run, sampled_ids, scores, write_llama, write_qwen3_5
 
     monkeypatch.setattr(attention_plan, "MIN_SAVED_KEYS", 8)
-    source = write_llama(tmp_path / "model", 1)
+    source = {"llama": write_llama, "qwen3_5": write_qwen3_5}[family](tmp_path / "model", 1)
     core = build_core(
         source, kv_cache_tokens=400, max_running_requests=5, max_num_batched_tokens=16, device=DEVICE.type
     )
-    assert core.runner.uses_plans
+    assert core.runner.uses_plans and core.runner.fused_model is not None
     prompt = [(7 * index + 3) % 90 for index in range(14)]
     sampling = [
         {"temperature": 1.0},

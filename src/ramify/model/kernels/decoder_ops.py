@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.kernels.paged_attention import AttentionMetadata, write_kv
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, compute_delta_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class DecoderSizes:
     scaling: float
     adapter_rank: int = 0  # the largest rank of the adapters beside a product
     adapter_scaling: float = 0.0
+    norm_offset: float = 0.0  # added to the weights of norms
+    has_gate: bool = False  # whether a query is followed by a gate for the output of its head
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,10 @@ class AdapterWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The tensors of one decoder layer, in the order of the struct in C. Matrices are [in, out]."""
+    """The tensors of one decoder layer, in the order of the struct in C. Matrices are [in, out].
+
+    With `delta_rule`, `qkv` and `out` are the projections before and after it, and there is no attention.
+    """
 
     norm: Tensor
     qkv: Tensor
@@ -56,6 +62,7 @@ class LayerWeights:
     out_adapter: AdapterWeights | None = None
     gate_up_adapter: AdapterWeights | None = None
     down_adapter: AdapterWeights | None = None
+    delta_rule: DeltaRuleWeights | None = None
 
     @property
     def adapters(self) -> list[AdapterWeights]:
@@ -69,7 +76,7 @@ class DecoderWeights:
     """The tensors outside the layers, in the order of the struct in C, and the layers."""
 
     embedding: Tensor  # [vocab, hidden]
-    rope_table: Tensor  # [positions, 2 * head_dim], cosines and sines; half of the sines negated for `roll`
+    rope_table: Tensor  # [positions, 2 * rotated columns], cosines and sines; half of the sines negated for `roll`
     norm: Tensor
     head: Tensor  # [vocab, hidden]
     head_bias: Tensor | None
@@ -79,7 +86,8 @@ class DecoderWeights:
 class DecoderOps:
     """One decoder step in PyTorch. `forward` runs it; each layer is `project_qkv`, `attend`, `project_out_and_mlp`.
 
-    `description` says in a few words which implementation this is, and why not a faster one.
+    In a recurrent layer `apply_delta_rule` takes the place of the first two. `description` says in a few words which
+    implementation this is, and why not a faster one.
     """
 
     def __init__(self, sizes: DecoderSizes, description: str = "torch") -> None:
@@ -87,11 +95,14 @@ class DecoderOps:
 
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return the RMSNorm of `hidden`, computed in float32."""
+        if self.sizes.norm_offset:
+            weight = weight.float() + self.sizes.norm_offset
         if hidden.dtype == torch.float32:
             return F.rms_norm(hidden, weight.shape, weight, self.sizes.eps)
         norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
         scale = norm.square_().div_(hidden.shape[-1]).add_(self.sizes.eps).rsqrt_()
-        return (hidden * scale).to(hidden.dtype).mul_(weight)
+        normed = hidden * scale
+        return (normed * weight).to(hidden.dtype) if self.sizes.norm_offset else normed.to(hidden.dtype).mul_(weight)
 
     def matmul(self, rows: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
         """Return `rows` [rows, in] times `weight` [in, out], plus `addend` if given."""
@@ -114,8 +125,12 @@ class DecoderOps:
         """Return the logits of `logit_rows`, which ascend, [len(logit_rows), vocab]."""
         hidden, rope = F.embedding(ids, weights.embedding), F.embedding(positions, weights.rope_table)
         for index, layer in enumerate(weights.layers):
-            qkv = self.project_qkv(layer, hidden, rope, attn_metadata, index)
-            attn_output = self.attend(qkv, attn_metadata, index)
+            if layer.delta_rule is None:
+                kv_index = attn_metadata.pool.layer_index[index]
+                qkv = self.project_qkv(layer, hidden, rope, attn_metadata, kv_index)
+                attn_output = self.attend(qkv, attn_metadata, kv_index)
+            else:
+                attn_output = self.apply_delta_rule(layer, layer.delta_rule, hidden, attn_metadata, index)
             is_last = index == len(weights.layers) - 1
             if is_last and len(logit_rows) < len(hidden):  # the other rows only had to write keys and values
                 attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
@@ -128,24 +143,55 @@ class DecoderOps:
     ) -> Tensor:
         """Return queries, keys and values, [rows, qkv], and write keys and values to the cache.
 
-        Queries and keys are rotated by `rope`, [rows, 2 * head_dim].
+        The first columns of queries and keys are rotated by `rope`, [rows, 2 * columns].
         """
-        heads, kv_heads, head_dim = self.sizes.heads, self.sizes.kv_heads, self.sizes.head_dim
+        sizes, kv_width = self.sizes, 2 * self.sizes.kv_heads * self.sizes.head_dim
         normed = self.norm(hidden, layer.norm)
         qkv = self.add_adapter(self.matmul(normed, layer.qkv), normed, layer.qkv_adapter)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
+        query, key = self._get_queries(qkv), self._get_keys(qkv)
         if layer.q_norm is not None and layer.k_norm is not None:
-            self._norm_heads(qkv, layer.q_norm, layer.k_norm)
+            for part, weight in ((query, layer.q_norm), (key, layer.k_norm)):
+                part.copy_(self.norm(part.reshape(-1, part.shape[-1]), weight).view(part.shape))
         cos, sin = rope.unsqueeze(1).chunk(2, -1)
-        qk = qkv[:, : (heads + kv_heads) * head_dim].view(-1, heads + kv_heads, head_dim)
-        torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin, out=qk)
-        write_kv(attn_metadata, layer_index, qkv[:, heads * head_dim :])
+        # Without gates between them, queries and keys are one product.
+        parts = (query, key) if sizes.has_gate else (qkv[:, : -kv_width // 2].view(len(qkv), -1, sizes.head_dim),)
+        for part in parts:
+            rotated = part[..., : cos.shape[-1]]
+            torch.addcmul(rotated * cos, rotated.roll(cos.shape[-1] // 2, -1), sin, out=rotated)
+        write_kv(attn_metadata, layer_index, qkv[:, -kv_width:])
         return qkv
 
     def attend(self, qkv: Tensor, attn_metadata: AttentionMetadata, layer_index: int) -> Tensor:
         """Return the attention of the queries to the cache, [rows, heads * head_dim]."""
-        return attn_metadata.attend(self._get_queries(qkv), layer_index, self.sizes.scaling).flatten(1)
+        query = self._get_queries(qkv)
+        if not self.sizes.has_gate:
+            return attn_metadata.attend(query, layer_index, self.sizes.scaling).flatten(1)
+        attn_output = attn_metadata.attend(query.contiguous(), layer_index, self.sizes.scaling)
+        return (attn_output * self._get_gates(qkv).sigmoid()).flatten(1)
+
+    def apply_delta_rule(
+        self,
+        layer: LayerWeights,
+        weights: DeltaRuleWeights,
+        hidden: Tensor,
+        attn_metadata: AttentionMetadata,
+        layer_index: int,
+    ) -> Tensor:
+        """Return the gated and normalized values that the layer's states have for its queries, [rows, values]."""
+        normed = self.norm(hidden, layer.norm)
+        projected = self.add_adapter(self.matmul(normed, layer.qkv), normed, layer.qkv_adapter)
+        states = attn_metadata.states
+        assert states is not None
+        outputs = [
+            compute_delta_rule(weights, projected[tile.start : tile.stop], tile, states, layer_index)
+            for tile in attn_metadata.tiles
+        ]
+        values = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        gates = projected.split(weights.widths, -1)[1].unflatten(1, values.shape[1:])
+        gated = F.rms_norm(values, weights.norm.shape, weights.norm.float(), self.sizes.eps) * F.silu(gates.float())
+        return gated.flatten(1).to(hidden.dtype)
 
     def project_out_and_mlp(self, layer: LayerWeights, attn_output: Tensor, hidden: Tensor) -> Tensor:
         """Return `hidden` plus the output projection of attention, plus the MLP of that sum."""
@@ -157,13 +203,14 @@ class DecoderOps:
         inner = F.silu(gate).mul_(up)
         return self.add_adapter(self.matmul(inner, layer.down, hidden), inner, layer.down_adapter)
 
-    def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        sizes = self.sizes
-        heads = qkv.view(qkv.shape[0], -1, sizes.head_dim)
-        for weight, start, count in ((q_norm, 0, sizes.heads), (k_norm, sizes.heads, sizes.kv_heads)):
-            part = heads[:, start : start + count]
-            part.copy_(self.norm(part.reshape(-1, sizes.head_dim), weight).view(part.shape))
-
     def _get_queries(self, qkv: Tensor) -> Tensor:
+        sizes, width = self.sizes, self.sizes.head_dim * (2 if self.sizes.has_gate else 1)
+        return qkv[:, : sizes.heads * width].view(-1, sizes.heads, width)[..., : sizes.head_dim]
+
+    def _get_gates(self, qkv: Tensor) -> Tensor:
         heads, head_dim = self.sizes.heads, self.sizes.head_dim
-        return qkv[:, : heads * head_dim].view(-1, heads, head_dim)
+        return qkv[:, : 2 * heads * head_dim].view(-1, heads, 2 * head_dim)[..., head_dim:]
+
+    def _get_keys(self, qkv: Tensor) -> Tensor:
+        kv_heads, head_dim = self.sizes.kv_heads, self.sizes.head_dim
+        return qkv[:, -2 * kv_heads * head_dim : -kv_heads * head_dim].view(-1, kv_heads, head_dim)

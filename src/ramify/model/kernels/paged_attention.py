@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ramify.core.errors import ModelUnsupported
+from ramify.model.kernels.state_pool import StatePool
 
 SPARE_KEYS = 128  # keys that a tile's buffers can hold beyond those at the start
 PRETOUCH_BYTES = 1 << 30  # bytes of the cache that are allocated at the start on a CPU; the rest as it is used
@@ -92,6 +93,8 @@ class AttentionTile:
     query_positions: Tensor  # [num_sequences, queries_per_sequence]; a query sees keys up to its position
     pad_index: Tensor | None = None  # [num_sequences * queries_per_sequence] row of each query, if sequences are padded
     unpad_index: Tensor | None = None  # [stop - start] query of each row, the inverse
+    lengths: Tensor | None = None  # [num_sequences] number of new tokens, if sequences are padded
+    state_slots: Tensor | None = None  # [num_sequences] slots of the recurrent states, if the model has such layers
     masks: dict[int, Tensor] = field(default_factory=dict)  # by sliding window, 0 is none
     max_keys: int = 0  # visible keys of the longest sequence
     buffer_len: int = 0  # keys that the buffers can hold; 0 means that there are none
@@ -140,12 +143,26 @@ class AttentionTile:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSequences:
+    """The rows of a step as recurrent layers read them on a GPU: runs of adjacent rows, each with its state."""
+
+    row_sequence: Tensor  # [rows] index of the row's sequence; -1 for padding
+    start: Tensor  # [sequences] first row
+    stop: Tensor  # [sequences] row after the last; an unused sequence has no rows
+    state_slot: Tensor  # [sequences]
+
+
+@dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """A plan on the GPU, the positions of the rows, and the kernels that read both (a `PagedAttention`)."""
+    """A plan on the GPU, the positions of the rows, and the kernels that read both (a `PagedAttention`).
+
+    `sequences` are set if the model has recurrent layers.
+    """
 
     data: Tensor
     positions: Tensor
     kernels: Callable[..., Tensor]
+    sequences: StepSequences | None = None
 
 
 @dataclass(slots=True)
@@ -156,6 +173,7 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [rows] slot of each new token's keys and values
     tiles: list[AttentionTile] = field(default_factory=list)
     plan: DevicePlan | None = None
+    states: StatePool | None = None  # of the recurrent layers, if the model has such layers
     last_layer: int = -1  # the last layer that has computed attention
 
     def attend(

@@ -12,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from ramify.model.kernels.cuda.recurrent_ops import compute_delta_rule
 from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
 
 HEADS_PER_PROGRAM = 8
 ACTIVATION_BLOCK = 1024
@@ -23,8 +25,11 @@ ACTIVATION_BLOCK = 1024
 
 
 @triton.jit
-def _add_norm(X, HIDDEN, WEIGHT, OUT, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
-    """Add X to HIDDEN in place, if ADD, and write the RMSNorm of the sum."""
+def _add_norm(
+    X, HIDDEN, WEIGHT, OUT,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Add X to HIDDEN in place, if ADD, and write the RMSNorm of the sum; OFFSET is added to the weights."""
     column = tl.arange(0, BLOCK)
     mask, offsets = column < WIDTH, tl.program_id(0).to(tl.int64) * WIDTH + column
     hidden = tl.load(HIDDEN + offsets, mask=mask, other=0.0)
@@ -32,7 +37,7 @@ def _add_norm(X, HIDDEN, WEIGHT, OUT, EPS: tl.constexpr, WIDTH: tl.constexpr, BL
         x = tl.load(X + offsets, mask=mask, other=0.0)
         hidden = (x.to(tl.float32) + hidden.to(tl.float32)).to(HIDDEN.dtype.element_ty)
         tl.store(HIDDEN + offsets, hidden, mask=mask)
-    hidden, weight = hidden.to(tl.float32), tl.load(WEIGHT + column, mask=mask, other=0.0).to(tl.float32)
+    hidden, weight = hidden.to(tl.float32), tl.load(WEIGHT + column, mask=mask, other=0.0).to(tl.float32) + OFFSET
     scale = tl.rsqrt(tl.sum(hidden * hidden, 0) / WIDTH + EPS)
     tl.store(OUT + offsets, (hidden * scale * weight).to(OUT.dtype.element_ty), mask=mask)
 
@@ -41,11 +46,14 @@ def _add_norm(X, HIDDEN, WEIGHT, OUT, EPS: tl.constexpr, WIDTH: tl.constexpr, BL
 def _rotate_and_cache(
     QKV, BIAS, Q_NORM, K_NORM, ROPE, POSITIONS, SLOTS, CACHE,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
-    EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    ROTATED: tl.constexpr, QUERY_STRIDE: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Normalize and rotate queries in place, and keys on their way to the cache, where values go unchanged.
 
-    What all heads share is read as a matrix that repeats it for each head: threads need not exchange it.
+    The first ROTATED columns of a head are rotated, in pairs of columns of their two halves; the other columns have
+    pairs, too. OFFSET is added to the weights of the norms. What all heads share is read as a matrix that repeats it
+    for each head: threads need not exchange it.
     """
     row = tl.program_id(0).to(tl.int64)
     position, slot = tl.load(POSITIONS + row).to(tl.int64), tl.load(SLOTS + row).to(tl.int64)
@@ -53,38 +61,55 @@ def _rotate_and_cache(
     column = tl.broadcast_to(tl.arange(0, HALF)[None, :], [TILE, HALF])
     mask = (head < HEADS + 2 * KV_HEADS) & (column < D // 2)
     is_query, is_key = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
-    source = head * D + column
-    offsets = row * ((HEADS + 2 * KV_HEADS) * D) + source
-    first = tl.load(QKV + offsets, mask=mask, other=0.0)
-    second = tl.load(QKV + offsets + D // 2, mask=mask, other=0.0)
+    one, other = column, column + D // 2
+    if ROTATED < D:
+        one = tl.where(column < ROTATED // 2, column, column + ROTATED // 2)
+        other = tl.where(column < ROTATED // 2, column + ROTATED // 2, column + D // 2)
+    source = tl.where(is_query, head * QUERY_STRIDE, HEADS * QUERY_STRIDE + (head - HEADS) * D)
+    offsets = row * (HEADS * QUERY_STRIDE + 2 * KV_HEADS * D) + source
+    first = tl.load(QKV + offsets + one, mask=mask, other=0.0)
+    second = tl.load(QKV + offsets + other, mask=mask, other=0.0)
     if HAS_BIAS:
-        first += tl.load(BIAS + source, mask=mask, other=0.0)
-        second += tl.load(BIAS + source + D // 2, mask=mask, other=0.0)
-    cos_first, cos_second = _load_halves(ROPE + position * (2 * D), column, D)
-    sin_first, sin_second = _load_halves(ROPE + position * (2 * D) + D, column, D)  # the first half is negated
+        first += tl.load(BIAS + source + one, mask=mask, other=0.0)
+        second += tl.load(BIAS + source + other, mask=mask, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
     if HAS_NORM:
-        q_first, q_second = _load_halves(Q_NORM, column, D)
-        k_first, k_second = _load_halves(K_NORM, column, D)
+        q_first, q_second = _load_pairs(Q_NORM, one, other, column < D // 2)
+        k_first, k_second = _load_pairs(K_NORM, one, other, column < D // 2)
         scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + EPS)[:, None]
-        x *= scale * tl.where(is_query, q_first, k_first)
-        y *= scale * tl.where(is_query, q_second, k_second)
+        x *= scale * (tl.where(is_query, q_first, k_first) + OFFSET)
+        y *= scale * (tl.where(is_query, q_second, k_second) + OFFSET)
+    is_rotated, angles = column < ROTATED // 2, ROPE + position * (2 * ROTATED)
+    cos_first, cos_second = _load_pairs(angles, one, other, is_rotated)
+    sin_first, sin_second = _load_pairs(angles + ROTATED, one, other, is_rotated)  # the first half is negated
+    if ROTATED < D:
+        cos_first, cos_second = tl.where(is_rotated, cos_first, 1.0), tl.where(is_rotated, cos_second, 1.0)
     rotates = is_query | is_key
     first = tl.where(rotates, (x * cos_first + y * sin_first).to(first.dtype), first)
     second = tl.where(rotates, (y * cos_second + x * sin_second).to(second.dtype), second)
-    tl.store(QKV + offsets, first, mask=mask & is_query)
-    tl.store(QKV + offsets + D // 2, second, mask=mask & is_query)
-    target = slot * (2 * KV_HEADS * D) + (head - HEADS) * D + column
-    tl.store(CACHE + target, first, mask=mask & (head >= HEADS))
-    tl.store(CACHE + target + D // 2, second, mask=mask & (head >= HEADS))
+    tl.store(QKV + offsets + one, first, mask=mask & is_query)
+    tl.store(QKV + offsets + other, second, mask=mask & is_query)
+    target = slot * (2 * KV_HEADS * D) + (head - HEADS) * D
+    tl.store(CACHE + target + one, first, mask=mask & (head >= HEADS))
+    tl.store(CACHE + target + other, second, mask=mask & (head >= HEADS))
 
 
 @triton.jit
-def _load_halves(X, column, D: tl.constexpr):
-    """Load both halves of a vector, in float32."""
-    mask = column < D // 2
-    first = tl.load(X + column, mask=mask, other=0.0).to(tl.float32)
-    return first, tl.load(X + D // 2 + column, mask=mask, other=0.0).to(tl.float32)
+def _load_pairs(X, one, other, mask):
+    """Load two columns of a vector for each pair, in float32."""
+    first = tl.load(X + one, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(X + other, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _gate_heads(X, QKV, row_stride, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply the output of each head in place by the sigmoid of the gate that follows its query."""
+    row, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < HEADS * D
+    gate = tl.load(QKV + row * row_stride + index // D * (2 * D) + D + index % D, mask=mask, other=0.0)
+    x = tl.load(X + row * (HEADS * D) + index, mask=mask, other=0.0).to(tl.float32)
+    x = x / (1 + tl.exp(-gate.to(tl.float32)))
+    tl.store(X + row * (HEADS * D) + index, x.to(X.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -118,8 +143,12 @@ class CudaDecoderOps(DecoderOps):
         addend: Tensor | None = None  # to be added to `hidden`, with the next norm
         for index, layer in enumerate(weights.layers):
             normed = self._add_norm(addend, hidden, layer.norm)
-            qkv = self._project_and_cache(layer, normed, weights.rope_table, positions, attn_metadata, index)
-            attn_output = attn_metadata.attend(self._get_queries(qkv), index, self.sizes.scaling).flatten(1)
+            if layer.delta_rule is None:
+                kv_index = attn_metadata.pool.layer_index[index]
+                qkv = self._project_and_cache(layer, normed, weights.rope_table, positions, attn_metadata, kv_index)
+                attn_output = self.attend(qkv, attn_metadata, kv_index)
+            else:
+                attn_output = self._apply_delta_rule(layer, layer.delta_rule, normed, attn_metadata, index)
             if index == len(weights.layers) - 1:  # the other rows only had to write keys and values
                 attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
             addend = self._project(attn_output, layer.out, layer.out_bias)
@@ -139,7 +168,7 @@ class CudaDecoderOps(DecoderOps):
         block = triton.next_power_of_2(width)
         _add_norm[(len(hidden),)](
             hidden if addend is None else addend, hidden, weight, out,
-            EPS=self.sizes.eps, WIDTH=width, BLOCK=block, ADD=addend is not None,
+            EPS=self.sizes.eps, OFFSET=self.sizes.norm_offset, WIDTH=width, BLOCK=block, ADD=addend is not None,
             num_warps=min(16, max(1, block // 256)),
         )  # fmt: skip
         return out
@@ -156,17 +185,42 @@ class CudaDecoderOps(DecoderOps):
         """Return the projections, with rotated queries; keys and values are in the cache."""
         sizes = self.sizes
         qkv = self.add_adapter(torch.mm(normed, layer.qkv), normed, layer.qkv_adapter)
-        num_heads = sizes.heads + 2 * sizes.kv_heads
+        num_heads, query_stride = sizes.heads + 2 * sizes.kv_heads, sizes.head_dim * (2 if sizes.has_gate else 1)
         has_norm = layer.q_norm is not None
         _rotate_and_cache[(len(qkv), triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
             qkv, qkv if layer.qkv_bias is None else layer.qkv_bias,
             layer.q_norm if has_norm else qkv, layer.k_norm if has_norm else qkv,
             rope_table, positions, attn_metadata.slot_mapping, attn_metadata.pool.slots[index],
             HEADS=sizes.heads, KV_HEADS=sizes.kv_heads, D=sizes.head_dim,
-            HALF=triton.next_power_of_2(sizes.head_dim // 2), TILE=HEADS_PER_PROGRAM, EPS=sizes.eps,
+            HALF=triton.next_power_of_2(sizes.head_dim // 2), TILE=HEADS_PER_PROGRAM,
+            ROTATED=rope_table.shape[1] // 2, QUERY_STRIDE=query_stride, EPS=sizes.eps, OFFSET=sizes.norm_offset,
             HAS_BIAS=layer.qkv_bias is not None, HAS_NORM=has_norm, num_warps=2,
         )  # fmt: skip
         return qkv
+
+    def attend(self, qkv: Tensor, attn_metadata: AttentionMetadata, layer_index: int) -> Tensor:
+        """Return the attention of the queries to the cache, [rows, heads * head_dim]."""
+        sizes = self.sizes
+        attn_output = attn_metadata.attend(self._get_queries(qkv), layer_index, sizes.scaling).flatten(1)
+        if sizes.has_gate:
+            _gate_heads[(len(qkv), triton.cdiv(attn_output.shape[1], ACTIVATION_BLOCK))](
+                attn_output, qkv, qkv.stride(0), HEADS=sizes.heads, D=sizes.head_dim, BLOCK=ACTIVATION_BLOCK
+            )
+        return attn_output
+
+    def _apply_delta_rule(
+        self,
+        layer: LayerWeights,
+        weights: DeltaRuleWeights,
+        normed: Tensor,
+        attn_metadata: AttentionMetadata,
+        layer_index: int,
+    ) -> Tensor:
+        """Return the gated and normalized values that the layer's states have for its queries, [rows, values]."""
+        projected = self.add_adapter(torch.mm(normed, layer.qkv), normed, layer.qkv_adapter)
+        states, plan = attn_metadata.states, attn_metadata.plan
+        assert states is not None and plan is not None and plan.sequences is not None
+        return compute_delta_rule(weights, projected, plan.sequences, states, layer_index, self.sizes.eps)
 
     def _multiply_silu(self, gate_up: Tensor) -> Tensor:
         rows, inner = len(gate_up), gate_up.shape[1] // 2

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ramify.model.kernels.attention_plan import HEADER_INTS, ITEM_INTS, AttentionPlan, KernelShape, build_plan
 from ramify.model.kernels.cuda.scores import LOG2E, MASKED_SCORE, start_sums, tanh
-from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool
+from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool, StepSequences
+from ramify.model.kernels.state_pool import StatePool
 
 HEADER = tl.constexpr(HEADER_INTS)
 ITEM = tl.constexpr(ITEM_INTS)
@@ -364,8 +365,10 @@ def count_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def plan_one_sequence(pool: KVPool, heads: int, start: int, stop: int) -> AttentionMetadata:
-    """Return the metadata of a step with tokens [start, stop) of one sequence, in the first blocks of the pool."""
+def plan_one_sequence(
+    pool: KVPool, heads: int, start: int, stop: int, states: StatePool | None = None
+) -> AttentionMetadata:
+    """Return the metadata of a step with tokens [start, stop) of one sequence, in the first blocks and state slot."""
     slots = pool.slots[0]
     kernels = PagedAttention(
         heads=heads,
@@ -378,5 +381,8 @@ def plan_one_sequence(pool: KVPool, heads: int, start: int, stop: int) -> Attent
     plan = build_plan([np.arange(len(pool.layers[0]))], [start], [stop], stop - start, kernels.get_shape(stop - start))
     kernels.prepare(plan)
     positions = torch.arange(start, stop, device=slots.device)
-    device_plan = DevicePlan(torch.from_numpy(plan.data).to(slots.device), positions, kernels)
-    return AttentionMetadata(pool, positions, plan=device_plan)
+    bounds = torch.tensor([0, stop - start], dtype=torch.int32, device=slots.device)
+    rows = torch.zeros(stop - start, dtype=torch.int32, device=slots.device)
+    sequences = StepSequences(rows, bounds[:1], bounds[1:], rows[:1])
+    device_plan = DevicePlan(torch.from_numpy(plan.data).to(slots.device), positions, kernels, sequences)
+    return AttentionMetadata(pool, positions, plan=device_plan, states=states)

@@ -1,0 +1,147 @@
+"""The recurrent layers of one step, in plain PyTorch: states are read from slots and written back.
+
+A layer with the gated delta rule has two states per sequence: the last inputs of a convolution, and for each head a
+matrix S [key_dim, value_dim]. A token with key k, value v, decay a and strength b changes it to
+a·S + k·(b·(v - a·Sᵀk))ᵀ, and its output is Sᵀq. The sequences of a tile are one batch. Padding has strength 0 and
+decay 1, so that it changes no state.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from ramify.model.kernels.paged_attention import AttentionTile
+from ramify.model.kernels.state_pool import StatePool
+
+CHUNK_SIZE = 64  # tokens of a sequence that are computed together
+KEY_NORM_EPS = 1e-6  # of the norms of queries and keys, as in transformers
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRuleWeights:
+    """The tensors between the two projections of a layer with the gated delta rule, and its sizes.
+
+    The first projection has the columns [queries, keys, values, gates, strengths, step sizes]; the convolution mixes
+    the first three.
+    """
+
+    conv: Tensor  # [channels, width]
+    log_rate: Tensor  # [heads]
+    step_bias: Tensor  # [heads]
+    norm: Tensor  # [value_dim]
+    key_heads: int
+    key_dim: int
+
+    @property
+    def heads(self) -> int:
+        """The number of states, and of values."""
+        return len(self.log_rate)
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value."""
+        return len(self.norm)
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """The number of columns of the first projection for the convolution, gates, strengths and step sizes."""
+        return len(self.conv), self.heads * self.value_dim, self.heads, self.heads
+
+
+def compute_delta_rule(
+    weights: DeltaRuleWeights, projected: Tensor, tile: AttentionTile, states: StatePool, layer: int
+) -> Tensor:
+    """Return the outputs of a tile's rows in float32, [rows, heads, value_dim]; the states are changed."""
+    slots = tile.state_slots
+    assert slots is not None
+    is_token = None
+    if tile.pad_index is not None and tile.lengths is not None:
+        projected = projected.index_select(0, tile.pad_index)
+        place = torch.arange(tile.queries_per_sequence, device=projected.device)
+        is_token = (place < tile.lengths.unsqueeze(1)).unsqueeze(-1)
+    rows = projected.unflatten(0, (tile.num_sequences, tile.queries_per_sequence))
+    inputs, _, strength, step_size = rows.split(weights.widths, -1)
+    mixed = _convolve(weights, inputs, states.get_tensor(layer, "conv"), slots, tile.lengths)
+    key_width = weights.key_heads * weights.key_dim
+    query, key, value = mixed.split([key_width, key_width, weights.heads * weights.value_dim], -1)
+    query, key = (_normalize(part.unflatten(-1, (weights.key_heads, -1))) for part in (query, key))
+    repeats = weights.heads // weights.key_heads
+    if repeats > 1:
+        query, key = query.repeat_interleave(repeats, 2), key.repeat_interleave(repeats, 2)
+    log_decay = -weights.log_rate.float().exp() * F.softplus(step_size.float() + weights.step_bias.float())
+    strength = strength.float().sigmoid()
+    if is_token is not None:
+        log_decay, strength = log_decay * is_token, strength * is_token
+    matrices = states.get_tensor(layer, "recurrent")
+    state = matrices.index_select(0, slots)
+    value = value.unflatten(-1, (weights.heads, -1))
+    outputs: list[Tensor] = []
+    compute = _step if rows.shape[1] == 1 else _compute_chunk
+    for start in range(0, rows.shape[1], CHUNK_SIZE):
+        q, k, v, a, b = (
+            part[:, start : start + CHUNK_SIZE].transpose(1, 2) for part in (query, key, value, log_decay, strength)
+        )
+        output, state = compute(q, k, v, a, b, state)
+        outputs.append(output)
+    matrices.index_copy_(0, slots, state.to(matrices.dtype))
+    output = torch.cat(outputs, 2).transpose(1, 2).flatten(0, 1)
+    return output if tile.unpad_index is None else output.index_select(0, tile.unpad_index)
+
+
+def _convolve(
+    weights: DeltaRuleWeights, inputs: Tensor, windows: Tensor, slots: Tensor, lengths: Tensor | None
+) -> Tensor:
+    """Return the convolution of [sequences, tokens, channels] in float32, and update the inputs in `windows`."""
+    width, num_tokens = windows.shape[-1], inputs.shape[1]
+    history = torch.cat([windows.index_select(0, slots).mT, inputs], 1)  # the oldest input is not read
+    wide, taps = history.float(), weights.conv.float()
+    mixed = wide[:, 1 : 1 + num_tokens] * taps[:, 0]
+    for tap in range(1, width):
+        mixed.addcmul_(wide[:, 1 + tap : 1 + tap + num_tokens], taps[:, tap])
+    if lengths is None:
+        last = history[:, num_tokens:]
+    else:
+        index = lengths.unsqueeze(1) + torch.arange(width, device=lengths.device)
+        last = history.gather(1, index.unsqueeze(-1).expand(-1, -1, history.shape[-1]))
+    windows.index_copy_(0, slots, last.mT)
+    return F.silu(mixed)
+
+
+def _normalize(heads: Tensor) -> Tensor:
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + KEY_NORM_EPS)
+
+
+def _step(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the output of one token of each sequence, and the state after it; the shapes are `_compute_chunk`'s."""
+    decayed = state * log_decay.exp().unsqueeze(-1)
+    added = strength.unsqueeze(-1) * (value - key @ decayed)
+    state = decayed.addcmul_(key.mT, added)
+    return query @ state * key.shape[-1] ** -0.5, state
+
+
+def _compute_chunk(
+    query: Tensor,  # [sequences, heads, tokens, key_dim]
+    key: Tensor,
+    value: Tensor,  # [sequences, heads, tokens, value_dim]
+    log_decay: Tensor,  # [sequences, heads, tokens]
+    strength: Tensor,
+    state: Tensor,  # [sequences, heads, key_dim, value_dim]
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of some tokens, and the state after them.
+
+    The values that the tokens add to the state depend on each other: they solve a triangular system.
+    """
+    decay = log_decay.cumsum(-1)
+    later = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=decay.device).triu(1)
+    pair_decay = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+    total_decay, strength = decay.exp().unsqueeze(-1), strength.unsqueeze(-1)
+    system = (strength * key) @ key.mT * pair_decay
+    expected = key @ state * total_decay
+    added = torch.linalg.solve_triangular(system, strength * (value - expected), upper=False, unitriangular=True)
+    output = query @ state * total_decay + (query @ key.mT * pair_decay) @ added
+    last_keys = key * (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    return output * key.shape[-1] ** -0.5, total_decay[..., -1:, :] * state + last_keys.mT @ added
