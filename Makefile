@@ -227,10 +227,11 @@ lint-files: env  ## the workflows, issue forms, hooks and the Dockerfile; instal
 	.venvs/lint/bin/hadolint Dockerfile
 	$(BIN)/pre-commit validate-config
 
-release-check:  ## the tag of this commit is the version of the package, and the changelog names it
+release-check:  ## the tag of this commit is the version of the package, the changelog names it, and the tests have a run of it
 	@version=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' src/ramify/__init__.py); \
 	git tag --points-at HEAD | grep -qx "v$$version" || { echo "this commit has no tag v$$version, which is the version in src/ramify/__init__.py"; exit 1; }; \
-	grep -q "^## .*$$version" CHANGELOG.md || { echo "CHANGELOG.md has no section about $$version"; exit 1; }
+	grep -q "^## .*$$version" CHANGELOG.md || { echo "CHANGELOG.md has no section about $$version"; exit 1; }; \
+	test -f tests/run/released/$$version.tar.xz || { echo "no run of $$version: python -m tests.run.released_runs"; exit 1; }
 
 workflows: env  ## run the steps of a workflow in fresh clones on this machine: make workflows WORKFLOW="ci wheel lint"
 	$(BIN)/python -m tools.workflows $(WORKFLOW)
