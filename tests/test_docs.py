@@ -12,7 +12,8 @@ import pytest
 
 from ramify.cli.app import main
 from ramify.core.config import parse
-from ramify.orchestrate.run_config import EvalSourceConfig, RunConfig, TrainSourceConfig
+from ramify.orchestrate.run_config import RunConfig, TrainSourceConfig
+from ramify.rollout.evals.config import EvalSourceConfig
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

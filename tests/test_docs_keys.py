@@ -15,9 +15,9 @@ import pytest
 from ramify.core.config import Config, parse
 from ramify.env.plugin import PLUGIN_KINDS, find_plugin_class, get_config_class
 from ramify.infer.config import ServeConfig
-from ramify.orchestrate.run_config import EvalSourceConfig, RunConfig, TrainSourceConfig
+from ramify.orchestrate.run_config import RunConfig, TrainSourceConfig
 from ramify.rollout.envserver.config import EnvServerConfig
-from ramify.rollout.evals.config import EvalConfig, ValidateConfig
+from ramify.rollout.evals.config import EvalConfig, EvalSourceConfig, ValidateConfig
 from ramify.train.config import TrainerProcessConfig
 from ramify.train.sft.config import SftConfig
 

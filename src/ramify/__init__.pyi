@@ -24,6 +24,7 @@ from .infer import LLM as LLM
 from .infer import Sample as Sample
 from .infer.gateway.config import Endpoint as Endpoint
 from .launch import rl as rl
+from .launch import sft as sft
 from .orchestrate.algorithms import Algorithm as Algorithm
 from .orchestrate.algorithms import AlgorithmConfig as AlgorithmConfig
 from .orchestrate.filters import Filter as Filter
@@ -39,6 +40,5 @@ from .trace import ToolCall as ToolCall
 from .trace import Trace as Trace
 from .trace import build_forest as build_forest
 from .train import load_policy as load_policy
-from .train.sft import sft as sft
 
 __version__: str

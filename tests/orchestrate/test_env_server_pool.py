@@ -9,8 +9,9 @@ from ramify.core.async_calls import cancel_all
 from ramify.core.errors import ConfigInvalid, EnvironmentChanged, Failure, PeerLost, ProcessDied
 from ramify.orchestrate.connected_source import build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
-from ramify.orchestrate.run_config import EvalSourceConfig, TrainSourceConfig
+from ramify.orchestrate.run_config import TrainSourceConfig
 from ramify.rollout.envserver.messages import AddressUpdate
+from ramify.rollout.evals.config import EvalSourceConfig
 from tests.support.env_server import QUICK, StubEnvServer, reserve_address, restart_at
 from tests.support.processes import async_wait_until as until
 from tests.support.proxy import Proxy

@@ -5,19 +5,23 @@ from types import SimpleNamespace
 from typing import Any
 
 from ramify.orchestrate.connected_source import ConnectedSource
-from ramify.orchestrate.online_evals import OnlineEvaluator
+from ramify.orchestrate.online_evals import EvalSchedule, OnlineEvaluator
 from ramify.rollout.envserver.messages import GroupScores
+from ramify.rollout.evals.config import EvalSourceConfig
 from ramify.run.store import RunStore
 from ramify.run.store.run_log import MetricPoint
 from tests.support.traces import make_trace
+
+
+def make_schedule(*names: str) -> EvalSchedule:
+    return EvalSchedule(EvalSourceConfig(name=name, taskset={"id": "reverse-text"}, interval=10) for name in names)
 
 
 class SlowEvaluator(OnlineEvaluator):
     """Evaluates one source every ten steps; evals end when `may_finish` is set."""
 
     def __init__(self) -> None:
-        self._sources = {"it": (SimpleNamespace(interval=10), None)}  # type: ignore[assignment]
-        self._last_evaluated_step: dict[str, int] = {}
+        self.schedule = make_schedule("it")
         self._queue = asyncio.Queue()
         self.steps: list[int] = []
         self.may_finish = asyncio.Event()
@@ -43,12 +47,11 @@ async def test_evals_that_become_due_during_an_eval_are_merged():
 
 
 def test_evals_of_an_earlier_process_are_not_repeated():
-    evaluator = SlowEvaluator()
-    evaluator._sources["envs/mine.py"] = evaluator._sources["it"]
+    schedule = make_schedule("it", "envs/mine.py")
     metrics = [MetricPoint(10, "eval/it/avg", 0.5), MetricPoint(10, "eval/envs/mine.py/avg", 0.5)]
-    evaluator.restore(metrics)
-    assert evaluator.get_due_sources(12) == []
-    assert evaluator.get_due_sources(20) == ["it", "envs/mine.py"]
+    schedule.restore(metrics)
+    assert schedule.get_due_sources(12) == []
+    assert schedule.get_due_sources(20) == ["it", "envs/mine.py"]
 
 
 class FakeEnvServer:
@@ -82,12 +85,11 @@ async def test_eval_adds_group_rewards_and_reports_system_failures(tmp_path):
         server_timeout=9.0,
         group_rewards=frozenset(["together"]),
     )
-    config: Any = SimpleNamespace(endpoint=None, hold_weights=False, num_tasks=3, repetitions=2, pass_threshold=1.0)
-    weight_updater: Any = None
+    config = EvalSourceConfig(name="it", taskset={"id": "reverse-text"}, num_tasks=3, repetitions=2)
     with RunStore.open(tmp_path) as store:
         evaluator = OnlineEvaluator(
             {"it": (config, source)},
-            weight_updater,
+            None,
             store,
             seed=0,
             on_result=lambda _, metrics: values.update(metrics),

@@ -49,6 +49,7 @@ HEAVY_TESTS = (
     "tests/rollout/test_served_tools.py",  # imports the sessions of the gateway's tests
     "tests/orchestrate/test_named_models.py",
     "tests/orchestrate/test_reference_scores.py",
+    "tests/launch/test_sft_evals.py",
     "tests/model/render/test_prompt_images.py",
     "tests/rl/test_finished_run.py",
     "tests/rl/test_model_kinds.py",

@@ -22,13 +22,15 @@ def run(call: ConfigCall[SftConfig]) -> int:
         dry_run(config, plan.path, describe_plan(plan, config))
         return 0
     with pause_garbage_collection():
+        from ramify.launch.sft_evals import RolloutEvals
         from ramify.model.precision import disable_tf32_convolutions  # torch is loaded here, not for a dry run
         from ramify.train.sft.display import SftContent
         from ramify.train.sft.run import run_sft
 
     disable_tf32_convolutions()
     try:
-        result = run_sft(config, fresh=call.flags.fresh, display=choose_display(SftContent()))
+        display, evals = choose_display(SftContent()), RolloutEvals.from_config(config)
+        result = run_sft(config, fresh=call.flags.fresh, display=display, evals=evals)
     except StorageFull as error:
         raise StorageFull(f"{error.message}; resume with: {resume_command}") from error
     if os.environ.get("RANK", "0") != "0":  # of torchrun's processes, only the first prints

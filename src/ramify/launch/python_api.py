@@ -1,4 +1,4 @@
-"""The Python API of a training run: check the configuration, build the plan, execute it."""
+"""The Python API of training: `rf.rl` and `rf.sft`."""
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
@@ -14,13 +14,17 @@ from ramify.launch.pinned_datasets import pin_datasets
 from ramify.launch.plan import build_plan
 from ramify.launch.plugin_check import check_plugin_tables
 from ramify.launch.run_checks import check_run, list_start_notes
+from ramify.launch.sft_evals import RolloutEvals
 from ramify.orchestrate.run_config import RunConfig
 from ramify.run.supervisor_lock import lock_run
+from ramify.train.sft.config import SftConfig
 
 if TYPE_CHECKING:
     from ramify.launch.dashboard import RunDisplay
     from ramify.launch.execution import RunResult
     from ramify.launch.launcher import ClusterNode, Launcher
+    from ramify.train.sft.display import SftDisplay
+    from ramify.train.sft.run import SftResult
 
 
 def rl(
@@ -70,6 +74,34 @@ def rl(
             launcher=launcher,
             is_locked=is_locked,
         )
+
+
+def sft(
+    config: SftConfig | Mapping[str, Any] | None = None,
+    *,
+    fresh: bool = False,
+    display: "SftDisplay | None" = None,
+    **settings: Any,
+) -> "SftResult":
+    """Train a model on conversations, or resume such a run. `settings` are further keys of `config`.
+
+    `data` may be the path of a file. If `fresh`, the run starts over. The function may be called inside a running event
+    loop (in a notebook), plainly or with `await`, and blocks in both cases. `display` shows the progress.
+    """
+    from ramify.train.sft.display import SftContent  # loaded only where it is needed
+    from ramify.train.sft.run import run_sft
+
+    if settings or not isinstance(config, SftConfig):
+        keys = get_explicit_values(config) if isinstance(config, SftConfig) else config or {}
+        table = expand_model_name({**keys, **settings})
+        if isinstance(table.get("data"), str | Path):
+            table["data"] = {"path": str(table["data"])}
+        if "eval" in table:
+            output = Path(table.get("output", "outputs"))
+            table["eval"] = [_with_taskset_table(source, output) for source in table["eval"]]
+        config = parse_section(SftConfig, table, key="sft")
+    display = display or choose_api_display(SftContent())
+    return run_sft(config, fresh=fresh, display=display, evals=RolloutEvals.from_config(config))
 
 
 @contextlib.contextmanager

@@ -27,14 +27,13 @@ from ramify.orchestrate.core import OrchestratorCore, check_task_counts
 from ramify.orchestrate.curriculum import SourceMix, build_curriculum
 from ramify.orchestrate.filters import Filter
 from ramify.orchestrate.group_scoring import ScoringRules, SourceSpec
-from ramify.orchestrate.online_evals import OnlineEvaluator
+from ramify.orchestrate.online_evals import OnlineEvaluator, format_eval_result
 from ramify.orchestrate.progress import RunProgress
 from ramify.orchestrate.reference_scores import ReferenceScorer
 from ramify.orchestrate.run_config import RunConfig
 from ramify.orchestrate.trainer_service import TrainerService
 from ramify.orchestrate.untrainable_groups import DEFAULT_NO_SIGNAL_SETTINGS, NoSignalSettings
 from ramify.orchestrate.weight_updates import WeightUpdater
-from ramify.rollout.evals.stats import format_score
 from ramify.run.fencing.head_log import DirectoryStore
 from ramify.run.state import EvalMetric
 from ramify.run.store import open_run
@@ -200,7 +199,7 @@ class RunComponents:
             on_failure=self.progress.record_failure,
             on_progress=self.progress.mark_progress,
         )
-        self.evaluator.restore(self.run_log.metrics("eval/*/avg"))
+        self.evaluator.schedule.restore(self.run_log.metrics("eval/*/avg"))
         self.trainer_service = TrainerService(
             self.core,
             self.weight_updater,
@@ -313,8 +312,4 @@ class RunComponents:
     def _on_eval_done(self, step: int, values: dict[str, float]) -> None:
         self.progress.evals |= {name: EvalMetric(step, value) for name, value in values.items()}
         self.progress.record_metrics(step, values)
-        fields = [
-            f"{name} {format_score(value)}" for name, value in values.items() if name.endswith(("/avg", "/exact"))
-        ]
-        fields += [f"{name} {value:g}" for name, value in values.items() if name.endswith("/missing") and value]
-        print(f"eval at step {step}: {', '.join(fields)}", flush=True)
+        print(format_eval_result(step, values), flush=True)

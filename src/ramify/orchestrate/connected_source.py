@@ -9,8 +9,9 @@ from ramify.core.errors import ConfigInvalid, EngineIncompatible, EnvironmentFau
 from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.env.task import compute_content_digest
 from ramify.orchestrate.env_server_pool import EnvServerPool
-from ramify.orchestrate.run_config import EvalSourceConfig, TrainSourceConfig
+from ramify.orchestrate.run_config import TrainSourceConfig
 from ramify.rollout.envserver.messages import MAX_COUNTED_TASKS
+from ramify.rollout.evals.config import EvalSourceConfig
 from ramify.run.store import RunStore
 from ramify.run.store.environments import ObservedEnvironment, get_task_numbers
 from ramify.trace import Trace

@@ -20,8 +20,9 @@ from ramify.orchestrate.address_book import INFERENCE_KEY, AddressBook, get_env_
 from ramify.orchestrate.connected_source import ConnectedSource, build_connected_source
 from ramify.orchestrate.env_server_pool import EnvServerPool
 from ramify.orchestrate.reference_scores import ScoreModel
-from ramify.orchestrate.run_config import EvalSourceConfig, RunConfig, TrainSourceConfig
+from ramify.orchestrate.run_config import RunConfig, TrainSourceConfig
 from ramify.rollout.envserver.messages import AddressUpdate
+from ramify.rollout.evals.config import EvalSourceConfig
 from ramify.run.state import OrchestratorState, RunPhase, Wait
 from ramify.run.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion

@@ -13,9 +13,16 @@ from ramify.core.errors import EnvironmentChanged, Failure, RamifyError, Weights
 from ramify.core.seeds import derive_seed
 from ramify.orchestrate.connected_source import ConnectedSource
 from ramify.orchestrate.group_tracker import find_attempt_failure, list_system_failures
-from ramify.orchestrate.run_config import EvalSourceConfig
 from ramify.orchestrate.weight_updates import WeightUpdater
-from ramify.rollout.evals.stats import choose_ks, clustered_mean, estimate_pass_rates, mean_by_name, safe_mean
+from ramify.rollout.evals.config import EvalSourceConfig
+from ramify.rollout.evals.stats import (
+    choose_ks,
+    clustered_mean,
+    estimate_pass_rates,
+    format_score,
+    mean_by_name,
+    safe_mean,
+)
 from ramify.run.store import RolloutRecord, RunStore
 from ramify.run.store.run_log import MetricPoint
 from ramify.run.store.summary import REVISION_KEY, summarize_rollout
@@ -24,8 +31,36 @@ from ramify.trace import Trace
 MAX_CONCURRENT_ROLLOUTS = 64  # per eval
 
 
+class EvalSchedule:
+    """When the `[[eval]]` sources of a run are due: before the first step, every `interval` steps, and at the end."""
+
+    def __init__(self, sources: Iterable[EvalSourceConfig]) -> None:
+        self._intervals = {source.source_name: source.interval for source in sources}
+        self._last_evaluated_step: dict[str, int] = {}  # by source
+
+    def restore(self, metrics: Iterable[MetricPoint]) -> None:
+        """Skip the evals of an earlier process, given its recorded metrics `eval/SOURCE/avg`."""
+        for metric in metrics:
+            source = metric.name.removeprefix("eval/").removesuffix("/avg")  # it may contain a slash
+            self._last_evaluated_step[source] = metric.step
+
+    def get_due_sources(self, step: int, *, is_last: bool = False) -> list[str]:
+        """Return the sources to evaluate at a step: all at the first and the last, others once per interval."""
+        return [name for name, interval in self._intervals.items() if self._is_due(name, interval, step, is_last)]
+
+    def _is_due(self, name: str, interval: int | None, step: int, is_last: bool) -> bool:
+        before = self._last_evaluated_step.get(name)
+        if before is None or (is_last and step > before):
+            return True
+        return interval is not None and step // interval > before // interval
+
+    def mark_started(self, step: int, names: Iterable[str]) -> None:
+        """Note that the sources `names` are evaluated at a step."""
+        self._last_evaluated_step |= dict.fromkeys(names, step)
+
+
 class OnlineEvaluator:
-    """Evaluates the `[[eval]]` sources of a run.
+    """Evaluates the `[[eval]]` sources of a run. Without a `weight_updater`, the weights do not change meanwhile.
 
     `on_result` gets step and metrics of each finished eval, `on_failure` the name of a source and a failure;
     `on_progress` is called after every rollout. `started_at` holds the monotonic start time of each running eval.
@@ -34,7 +69,7 @@ class OnlineEvaluator:
     def __init__(
         self,
         sources: Mapping[str, tuple[EvalSourceConfig, ConnectedSource]],
-        weight_updater: WeightUpdater,
+        weight_updater: WeightUpdater | None,
         store: RunStore,
         *,
         seed: int,
@@ -46,28 +81,15 @@ class OnlineEvaluator:
         self._on_result, self._on_failure, self._on_progress = on_result, on_failure, on_progress
         self.started_at: dict[str, float] = {}
         self._queue: asyncio.Queue[tuple[int, list[str]]] = asyncio.Queue()  # step and sources of due evals
-        self._last_evaluated_step: dict[str, int] = {}  # by source
-
-    def restore(self, metrics: Iterable[MetricPoint]) -> None:
-        """Skip the evals of an earlier process, given its recorded metrics `eval/SOURCE/avg`."""
-        for metric in metrics:
-            source = metric.name.removeprefix("eval/").removesuffix("/avg")  # it may contain a slash
-            self._last_evaluated_step[source] = metric.step
+        self.schedule = EvalSchedule(config for config, _ in sources.values())
 
     def get_due_sources(self, step: int, *, is_last: bool = False) -> list[str]:
-        """Return the sources to evaluate at a step: all at the first and the last, others once per interval."""
-        intervals = {name: config.interval for name, (config, _) in self._sources.items()}
-        return [name for name, interval in intervals.items() if self._is_due(name, interval, step, is_last)]
-
-    def _is_due(self, name: str, interval: int | None, step: int, is_last: bool) -> bool:
-        before = self._last_evaluated_step.get(name)
-        if before is None or (is_last and step > before):
-            return True
-        return interval is not None and step // interval > before // interval
+        """Return the sources that are due at a step."""
+        return self.schedule.get_due_sources(step, is_last=is_last)
 
     async def run(self, step: int, names: list[str]) -> None:
         """Evaluate the sources `names` at a step."""
-        self._last_evaluated_step |= dict.fromkeys(names, step)
+        self.schedule.mark_started(step, names)
         async with asyncio.TaskGroup() as task_group:
             for name in names:
                 task_group.create_task(self._evaluate_source(name, step), name=f"eval {name} at {step}")
@@ -75,15 +97,17 @@ class OnlineEvaluator:
     async def _evaluate_source(self, name: str, step: int) -> None:
         config, source = self._sources[name]
         uses_run_engines = config.endpoint is None
-        hold_weights = uses_run_engines if config.hold_weights is None else config.hold_weights
+        updater = self._weight_updater
+        if not (uses_run_engines if config.hold_weights is None else config.hold_weights):
+            updater = None
         self.started_at[name] = started_at = time.monotonic()
         try:
-            async with self._weight_updater.hold() if hold_weights else contextlib.nullcontext():
-                held_version = self._weight_updater.served_version if hold_weights else None
+            async with contextlib.nullcontext() if updater is None else updater.hold():
+                held_version = None if updater is None else updater.served_version
                 if held_version is not None:
                     step = held_version.step  # it may be newer than the eval
                 traces_by_task = await self._run_rollouts(name, config, source, step)
-                if held_version is not None and (version := self._weight_updater.served_version) != held_version:
+                if updater is not None and held_version not in (None, version := updater.served_version):
                     problem = f"the engines lost {held_version}, so that some rollouts of this eval used {version}"
                     self._on_failure(f"eval/{name}", Failure.from_exception(WeightsReplaced(problem)))
         finally:
@@ -176,6 +200,13 @@ class OnlineEvaluator:
                 break
             await source.wait_before_retry(failure)
         return traces
+
+
+def format_eval_result(step: int, values: Mapping[str, float]) -> str:
+    """Return a line with the scores of an eval, and with the rollouts that are missing."""
+    fields = [f"{name} {format_score(value)}" for name, value in values.items() if name.endswith(("/avg", "/exact"))]
+    fields += [f"{name} {value:g}" for name, value in values.items() if name.endswith("/missing") and value]
+    return f"eval at step {step}: {', '.join(fields)}"
 
 
 def _build_record(

@@ -29,6 +29,7 @@ from ramify.orchestrate.cluster_config import ClusterConfig, EnginePlacementConf
 from ramify.orchestrate.curriculum import DifficultyConfig, ShuffleConfig
 from ramify.rollout.config import check_source_names
 from ramify.rollout.envserver.config import ElasticPoolConfig, ServedSourceConfig
+from ramify.rollout.evals.config import EndpointConfig, EvalSourceConfig
 from ramify.run.store.run_name import default_run_name
 from ramify.train.config import (
     CheckpointConfig,
@@ -50,17 +51,6 @@ LOCAL_LAUNCH_KEYS = {  # keys of `launch` for one machine, and what to set inste
 EXIT_RESUMABLE = 75  # exit code of a run that was stopped with a checkpoint and can be resumed
 
 CurriculumConfig = Annotated[ShuffleConfig | DifficultyConfig, Field(discriminator="type")]
-
-
-class EndpointConfig(Config):
-    """A model server that a source uses instead of the run's inference."""
-
-    base_url: str
-    """Root URL, for example `http://10.0.0.1:8000`."""
-    model: str = ""
-    """Name of the model on the server. Default: the first that the server lists."""
-    api_key_env: str | None = None
-    """Environment variable with the API key. None: no key is sent."""
 
 
 class TrainSourceConfig(ServedSourceConfig):
@@ -153,28 +143,6 @@ class TrainSourceConfig(ServedSourceConfig):
             "sampling": self.sampling.model_dump(mode="json"),
             **{key: value for key, value in optional.items() if value},
         }
-
-
-class EvalSourceConfig(ServedSourceConfig):
-    """`[[eval]]`: an environment to evaluate on, before the first step, every `interval` steps, and at the end."""
-
-    num_tasks: int = Field(default=128, ge=1)
-    """Number of tasks, from the start of the taskset."""
-    repetitions: int = Field(default=1, ge=1)
-    """Rollouts per task."""
-    interval: int | None = Field(default=20, ge=1)
-    """Steps between evals. None: only before the first and after the last step."""
-    pass_threshold: float = 1.0
-    """Minimum reward of a passing rollout, for pass@k and pass^k."""
-    endpoint: EndpointConfig | None = None
-    """Model server of its agents. Default: the run's inference."""
-    hold_weights: bool | None = None
-    """Do not update weights during the eval. Default: true if the run's engines serve it."""
-
-    def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield a hold of weights that the run does not serve."""
-        if self.hold_weights and self.endpoint is not None:
-            yield "hold_weights", "requires the run's inference; `endpoint` serves other weights"
 
 
 def uses_model(source: ServedSourceConfig, name: str) -> bool:

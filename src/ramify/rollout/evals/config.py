@@ -1,6 +1,10 @@
-"""The configuration of `ramify eval` and `ramify validate`. Importing it loads neither torch nor an environment."""
+"""The configuration of `ramify eval`, of evals during training, and of `ramify validate`.
+
+Importing it loads neither torch nor an environment.
+"""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +14,7 @@ from ramify.core.config import Config, RunName
 from ramify.infer.config import EngineConfig, InferenceConfig, ModelConfig, ServerConfig
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
 from ramify.rollout.config import SourceConfig, TimeoutsConfig
+from ramify.rollout.envserver.config import ServedSourceConfig
 
 
 class EvalConfig(SourceConfig):
@@ -62,6 +67,39 @@ class EvalConfig(SourceConfig):
         is_local = self.runtime.get("id", "local") == "local"
         runtime = {"workdir_root": str(directory), **self.runtime} if is_local else self.runtime
         return self.source.model_copy(update={"runtime": runtime})
+
+
+class EndpointConfig(Config):
+    """A model server that a source uses instead of the run's inference."""
+
+    base_url: str
+    """Root URL, for example `http://10.0.0.1:8000`."""
+    model: str = ""
+    """Name of the model on the server. Default: the first that the server lists."""
+    api_key_env: str | None = None
+    """Environment variable with the API key. None: no key is sent."""
+
+
+class EvalSourceConfig(ServedSourceConfig):
+    """`[[eval]]`: an environment to evaluate on, before the first step, every `interval` steps, and at the end."""
+
+    num_tasks: int = Field(default=128, ge=1)
+    """Number of tasks, from the start of the taskset."""
+    repetitions: int = Field(default=1, ge=1)
+    """Rollouts per task."""
+    interval: int | None = Field(default=20, ge=1)
+    """Steps between evals. None: only before the first and after the last step."""
+    pass_threshold: float = 1.0
+    """Minimum reward of a passing rollout, for pass@k and pass^k."""
+    endpoint: EndpointConfig | None = None
+    """Model server of its agents. Default: the run's inference."""
+    hold_weights: bool | None = None
+    """Do not update weights during the eval. Default: true if the run's engines serve it."""
+
+    def find_problems(self) -> Iterator[tuple[str, str]]:
+        """Yield a hold of weights that the run does not serve."""
+        if self.hold_weights and self.endpoint is not None:
+            yield "hold_weights", "requires the run's inference; `endpoint` serves other weights"
 
 
 class ValidateConfig(Config):

@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ramify.core.config import Config, RunName
 from ramify.env.tasksets.data_config import DataColumnsConfig, DataFilesConfig
+from ramify.infer.config import EngineConfig, ManagedInferenceConfig
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
+from ramify.rollout.config import check_source_names
+from ramify.rollout.evals.config import EvalSourceConfig
 from ramify.train.config import (
     CheckpointConfig,
     LossConfig,
@@ -107,11 +110,23 @@ class SftConfig(Config):
     """Maximum number of steps; None: all epochs."""
     seed: int = 0
     """Seed of the order of examples and of the adapters' initial weights."""
+    eval: list[EvalSourceConfig] = []
+    """Environments to evaluate the model on, as in `ramify rl`."""
+    inference: ManagedInferenceConfig = EngineConfig()
+    """The engine that serves the model during an eval."""
+    startup_timeout: float = Field(default=600.0, gt=0)
+    """Seconds until the processes of an eval must be ready."""
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    _source_names_must_be_unique = field_validator("eval")(check_source_names)
+
     def find_problems(self) -> Iterator[tuple[str, str]]:
         """Yield settings that only reinforcement learning has, and a quantized model whose weights are all trained."""
+        for number, source in enumerate(self.eval):
+            if source.endpoint is not None or source.address is not None:
+                key = "endpoint" if source.endpoint is not None else "address"
+                yield f"eval.{number}.{key}", "is not for ramify sft, which evaluates its own weights; remove it"
         if self.trainer.loss != LossConfig():
             yield "trainer.loss", "is the loss of reinforcement learning; ramify sft uses cross entropy"
         if self.trainer.record_token_stats:

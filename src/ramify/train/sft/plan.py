@@ -215,6 +215,7 @@ def describe_plan(plan: SftPlan, config: SftConfig) -> list[str]:
         f"of {len(forests)} sampled: {lengths.mean():.0f} tokens on average, {lengths.max()} at most, "
         f"{trained_share:.0%} trained, {truncated} truncated at {seq_len}",
         *([f"{num_recorded} of them keep the tokens of their rollouts"] if num_recorded else []),
+        *([f"evals on {', '.join(source.source_name for source in config.eval)}"] if config.eval else []),
         f"{batch_forest.num_tokens} tokens per batch; {ratio:.2f} times as many without prefix sharing",
     ]
 

@@ -9,19 +9,20 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ramify.core.config import CONFIG_FILE, expand_model_name, get_explicit_values, parse_section, write_toml
-from ramify.core.display import Display, choose_api_display
-from ramify.core.errors import RamifyError, StorageFull
+from ramify.core.config import CONFIG_FILE, write_toml
+from ramify.core.display import Display
+from ramify.core.errors import OperationInvalid, RamifyError, StorageFull
 from ramify.core.hub import print_to_stderr
 from ramify.core.interactive import AwaitableResult
 from ramify.core.names import format_count
@@ -38,7 +39,7 @@ from ramify.train.policy_model import PolicyOutput
 from ramify.train.publisher import WeightPublisher
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.conversations import SftConversation
-from ramify.train.sft.display import SftContent, SftDisplay, StepProgress
+from ramify.train.sft.display import SftDisplay, StepProgress
 from ramify.train.sft.forests import build_sft_forest
 from ramify.train.sft.plan import SftPlan, build_sft_plan, pin_sft_datasets
 from ramify.train.trainer import PendingStep, Trainer
@@ -125,6 +126,7 @@ class SftBatchBuilder:
         return SftBatch(shares[self.rank], start_position + len(examples), forest.dropped.num_truncated_tokens)
 
 
+EVAL_POLL_INTERVAL = 0.5  # seconds between two looks whether an eval has ended
 STEPS_IN_FLIGHT = {"cpu": 0, "cuda": 1}  # steps started before the metrics of one are read, to keep a GPU busy
 
 
@@ -142,29 +144,28 @@ class SftResult(AwaitableResult):
         return read_metrics_by_step(self.path)
 
 
-def sft(
-    config: SftConfig | Mapping[str, Any] | None = None,
-    *,
-    fresh: bool = False,
-    display: SftDisplay | None = None,
-    **settings: Any,
+class StepEvals(Protocol):
+    """The rollout evals of a run. Only the first rank has them."""
+
+    def open(self, store: RunStore, print_line: Callable[[str], None]) -> None:
+        """Start with the evals that `store` has; further results go there."""
+        ...
+
+    def get_due_sources(self, step: int, *, is_last: bool = False) -> list[str]:
+        """Return the sources that are due at a step."""
+        ...
+
+    def run(self, step: int, names: list[str], model: Path, stop: threading.Event) -> None:
+        """Evaluate a model on sources, and record the results; return early when `stop` is set."""
+        ...
+
+
+def run_sft(
+    config: SftConfig, *, fresh: bool = False, display: SftDisplay | None = None, evals: StepEvals | None = None
 ) -> SftResult:
-    """Train a model on conversations, or resume such a run. `settings` are further keys of `config`.
-
-    `data` may be the path of a file. If `fresh`, the run starts over. The function may be called inside a running event
-    loop (in a notebook), plainly or with `await`, and blocks in both cases. `display` shows the progress.
-    """
-    if settings or not isinstance(config, SftConfig):
-        keys = get_explicit_values(config) if isinstance(config, SftConfig) else config or {}
-        table = expand_model_name({**keys, **settings})
-        if isinstance(table.get("data"), str | Path):
-            table["data"] = {"path": str(table["data"])}
-        config = parse_section(SftConfig, table, key="sft")
-    return run_sft(config, fresh=fresh, display=display or choose_api_display(SftContent()))
-
-
-def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | None = None) -> SftResult:
-    """Run or resume an SFT run. Every rank calls it; the first one writes and shows progress."""
+    """Run or resume an SFT run. Every rank calls it; the first one writes, evaluates and shows progress."""
+    if config.eval and evals is None:
+        raise OperationInvalid("eval: this run has evals, which rf.sft and ramify sft run")
     fetch_model(config.model.name)
     config = pin_sft_datasets(config, fresh=fresh, log=print_to_stderr)
     plan = build_sft_plan(config)
@@ -177,8 +178,10 @@ def run_sft(config: SftConfig, *, fresh: bool = False, display: SftDisplay | Non
                 with storage_call(plan.path):
                     write_toml(config, plan.path / CONFIG_FILE)
                 Ledger.open(store)
+                if evals is not None:
+                    evals.open(store, active_display.print_line)
         stop = stack.enter_context(_stop_on_signal())
-        return _SftRun(config, plan, ranks, store, active_display, stop).run()
+        return _SftRun(config, plan, ranks, store, active_display, stop, evals).run()
 
 
 _PendingSteps = deque[tuple[SftBatch, PendingStep]]
@@ -195,28 +198,34 @@ class _SftRun:
         store: RunStore | None,
         display: SftDisplay,
         stop: threading.Event,
+        evals: StepEvals | None,
     ) -> None:
+        self.evals = evals if ranks.is_first else None
         self.config, self.plan, self.ranks, self.display, self.stop = config, plan, ranks, display, stop
         self.run_log = RunLog(store) if store is not None else None
         self.last_write: Future[None] | None = None
         self.checkpoints = CheckpointManager(plan.path / "checkpoints", ranks, warn=display.print_line)
         self.steps_done = ranks.broadcast(max(list_completed_steps(self.checkpoints.directory), default=0))
         self.examples_seen = int(self.checkpoints.read_note(self.steps_done)["seen"]) if self.steps_done else 0
+        self.publisher = WeightPublisher(
+            plan.path / "weights",
+            ranks,
+            policy=plan.path.name,
+            base_model=plan.model_path,
+            dtype=choose_trainer_dtype(config.trainer, ranks).dtype,
+        )
         self.total_steps = plan.count_total_steps(config, self.steps_done, self.examples_seen)
         self.cut_tokens = 0
 
     def run(self) -> SftResult:
-        """Run all missing steps, then publish the weights."""
+        """Run all missing steps and evals, and publish the weights."""
         config, plan, first_step = self.config, self.plan, self.steps_done
-        publisher = WeightPublisher(
-            plan.path / "weights",
-            self.ranks,
-            policy=plan.path.name,
-            base_model=plan.model_path,
-            dtype=choose_trainer_dtype(config.trainer, self.ranks).dtype,
-        )
+        publisher = self.publisher
         if first_step >= self.total_steps and (path := publisher.path_for(0, first_step)).exists():
+            self._evaluate(path, is_last=True)
             return SftResult(plan.path, first_step, 0, path)
+        if not first_step:
+            self._evaluate(plan.model_path)
         trainer = build_trainer(
             plan.model_path,
             config.trainer,
@@ -231,16 +240,56 @@ class _SftRun:
         if first_step:
             self.checkpoints.load(trainer, first_step)
             self.display.print_line(f"resuming after step {first_step} from {self.checkpoints.path_for(first_step)}")
+            self._evaluate_step(trainer)
         with SftBatchBuilder(config, plan, get_pack_spec(trainer), self.ranks.rank, self.ranks.world_size) as builder:
             self._train_loop(trainer, builder)
         if self.cut_tokens:
             self.display.print_line(f"{self.cut_tokens} trained tokens beyond seq_len = {config.seq_len} were cut off")
         weights: Path | None = None
         if self.steps_done >= self.total_steps:
-            published = publisher.publish(trainer, 0, self.steps_done)
-            self.display.print_line(f"wrote {published.path} in {published.seconds:.1f} s")
-            weights = published.path
+            weights = self._publish(trainer)
+            self._evaluate(weights, is_last=True)
         return SftResult(plan.path, self.steps_done, self.steps_done - first_step, weights)
+
+    def _publish(self, trainer: Trainer) -> Path:
+        """Write the weights of this step, remove earlier ones, and return the directory."""
+        published = self.publisher.publish(trainer, 0, self.steps_done)
+        self.publisher.prune([published.version])
+        self.display.print_line(f"wrote {published.path} in {published.seconds:.1f} s")
+        return published.path
+
+    def _evaluate_step(self, trainer: Trainer) -> None:
+        """Run the evals that are due at this step, on its weights. The last step is evaluated when all is done."""
+        if self.steps_done < self.total_steps and self._get_due_evals():
+            path = self._publish(trainer)
+            if trainer.device.type == "cuda":
+                torch.cuda.empty_cache()  # the engine sizes its cache by the free memory
+            self._evaluate(path)
+
+    def _get_due_evals(self, *, is_last: bool = False) -> list[str]:
+        """Return the sources that are due at this step, on every rank."""
+        due = self.evals.get_due_sources(self.steps_done, is_last=is_last) if self.evals is not None else []
+        return self.ranks.broadcast(due)
+
+    def _evaluate(self, model: Path, *, is_last: bool = False) -> None:
+        """Run the evals that are due at this step on a model.
+
+        The first rank runs them in a thread, so that it handles signals; the others ask from time to time whether they
+        have ended, because no collective may wait as long as an eval takes.
+        """
+        if not (names := self._get_due_evals(is_last=is_last)):
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="evals") as executor:
+            future: Future[None] | None = None
+            if self.evals is not None:
+                future = executor.submit(self.evals.run, self.steps_done, names, model, self.stop)
+            while not all(self.ranks.all_gather(future is None or future.done())):
+                wait([future] if future is not None else [], EVAL_POLL_INTERVAL)
+                if future is None:
+                    time.sleep(EVAL_POLL_INTERVAL)
+            with self.ranks.raise_together():
+                if future is not None:
+                    future.result()
 
     def _train_loop(self, trainer: Trainer, builder: SftBatchBuilder) -> None:
         config, progress = self.config, StepProgress(self.steps_done, self.total_steps)
@@ -269,6 +318,10 @@ class _SftRun:
                 self._save(trainer, required=is_last or stopped)
             if stopped:
                 return
+            if self._get_due_evals():
+                while pending_steps:
+                    self._record_step(*pending_steps.popleft(), progress)
+                self._evaluate_step(trainer)
 
     def _record_step(self, step_batch: SftBatch, pending: PendingStep, progress: StepProgress) -> None:
         """Wait for a step, then record and show its metrics."""
