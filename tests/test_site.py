@@ -26,7 +26,7 @@ QUESTIONS = {
     "Slurm": "cluster.md#slurm",
     "resume": "training.md#resume-ramify-rl",
     "serve": "inference.md#serve-a-model",
-    "SFT data": "sft.md",
+    "SFT data": "sft.md#the-data",
     "models are supported": "models.md#supported-models",
     "migrate": "from-prime-rl.md",
 }
