@@ -17,12 +17,12 @@ from ramify.train.publisher import WeightPublisher, iter_merged_weights
 from ramify.train.trainer import Trainer
 from tests.support.runs import FULL
 from tests.support.trainer import run_ranks
-from tests.support.training import CONFIGS, SINGLE_RANK, build_model, random_batches
+from tests.support.training import CONFIGS, HYBRIDS, SINGLE_RANK, build_model, random_batches
 
 pytestmark = pytest.mark.process
 
 STEPS, SAVED_STEP = (20, 10) if FULL else (6, 3)
-SHAPES = ["llama", "mixed"] if FULL else ["llama"]
+SHAPES = ["llama", "mixed", "qwen3_5", "lfm2"] if FULL else ["llama"]
 CONFIG = {"threads": 1, "pack_tokens": 128, "optim": {"lr": 1e-3, "max_grad_norm": 1.0, "eps": 1e-4}}
 
 
@@ -55,7 +55,7 @@ def train_as_rank(model: Path, directory: Path) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_ranks_equal_one_rank_and_one_rank_resumes_their_checkpoint(shape, tmp_path):
     model = tmp_path / "model"
-    build_model(CONFIGS[shape], "eager").save_pretrained(model)
+    build_model((CONFIGS | HYBRIDS)[shape], "eager").save_pretrained(model)
     run_ranks(2, train_as_rank, model, tmp_path, gang="0")
     two_ranks = json.loads((tmp_path / "steps.json").read_text())
     config = TrainerConfig.model_validate(CONFIG)

@@ -34,6 +34,8 @@ def test_a_model_with_recurrent_layers_has_their_states(tmp_path):
     assert size is not None
     assert size.num_kv_layers == 1
     assert size.state_elements == sum(math.prod(spec.shape) for spec in specs) > 0
+    # 2 key heads and 4 value heads of 8, hidden size 32, inner size 64; 4 heads of attention and 2 of keys, of 8
+    assert size.layer_elements == 4 * 32 + 3 * 64 + (2 * (3 * 64 + 3 * 32 + 64 * 4) + 3 * 32 + 3 * 16) // 3
     assert ModelSize.from_name("tiny").state_elements == 0
 
 

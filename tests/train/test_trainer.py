@@ -352,6 +352,13 @@ def test_flops_count_each_product_once():
     assert FlopsModel.from_model(policy.model).count_flops(forest) == expected
 
 
+def test_flops_count_three_products_of_each_gated_delta_state():
+    policy = build_policy(HYBRIDS["qwen3_5"])
+    layers = sum(value.numel() for name, value in policy.named_parameters() if ".layers." in name and value.ndim >= 2)
+    states = 2 * 4 * 16 * 16  # of two layers with four heads
+    assert FlopsModel.from_model(policy.model).per_token == 6 * layers + 6 * 3 * states
+
+
 def test_only_layers_that_attend_have_pairs():
     small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4}
     hybrid = Qwen3NextConfig(**small, intermediate_size=32, num_experts=4, moe_intermediate_size=16)

@@ -23,6 +23,7 @@ MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4  # per trained parameter
 QUANTIZED_MOMENT_BYTES = 2.0625  # in 8 bits, with their scales
 MUON_MOMENT_BYTES = 4
 QUANTIZED_BYTES = {"8bit": 8.25 / 8, "4bit": 4.25 / 8}  # per fixed weight inside the layers
+CHUNK_TOKENS = 64  # of recurrent layers over forests
 MAX_MEMORY_FRACTION = 0.95  # of a device that may be used; estimates include the rest
 ADAPTER_FRACTION = 7e-4  # parameters of adapters with rank 1, relative to the model
 HEAD_BYTES = 5 << 30  # of the logits, and of their gradients, that the LM head has at a time on a GPU
@@ -66,6 +67,7 @@ class ModelSize:
     kv_elements: int = 0  # elements of keys and values per token and layer
     state_elements: int = 0  # elements of the states of all recurrent layers, per request
     num_recurrent_layers: int = 0
+    mixer_elements: int = 0  # activations per token of what a recurrent layer has in place of attention
     num_outer_parameters: int = 0  # parameters of embeddings and head, whose moments are always float32
     query_elements: int = 0  # elements of the queries per token and layer
     vocab_size: int = 0
@@ -79,13 +81,15 @@ class ModelSize:
 
     @property
     def layer_elements(self) -> int:
-        """The activations of one layer per token that the backward pass needs, in elements.
+        """The activations of one layer per token that the backward pass needs, in elements; the mean of all layers.
 
         Inputs of both norms and their results; queries before and after the rotation, and the attention's result; keys
         before and after the rotation, and values; gate, up, and their product.
         """
         queries = self.query_elements or self.hidden_size
-        return 4 * self.hidden_size + 3 * queries + 3 * self.kv_elements // 2 + 3 * self.intermediate_size
+        attention = 3 * queries + 3 * self.kv_elements // 2
+        mixers = self.num_kv_layers * attention + self.num_recurrent_layers * self.mixer_elements
+        return 4 * self.hidden_size + 3 * self.intermediate_size + mixers // max(1, self.num_layers)
 
     @property
     def is_guessed(self) -> bool:
@@ -125,6 +129,7 @@ class ModelSize:
             kv_elements=2 * head_dim * (hf_config.get("num_key_value_heads") or num_heads),
             state_elements=sum(_count_state_elements(name, hf_config) for name in recurrent_layers),
             num_recurrent_layers=len(recurrent_layers),
+            mixer_elements=max((_count_mixer_elements(name, hf_config) for name in recurrent_layers), default=0),
             num_outer_parameters=sum(
                 math.prod(shape) for name, shape in shapes.items() if any(part in name for part in OUTER_MATRIX_NAMES)
             ),
@@ -152,6 +157,21 @@ def _count_state_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
     num_values, value_dim = hf_config.get("linear_num_value_heads", 0), hf_config.get("linear_value_head_dim", 0)
     conv_elements = (2 * num_keys * key_dim + num_values * value_dim) * hf_config.get("linear_conv_kernel_dim", 0)
     return conv_elements + num_values * key_dim * value_dim
+
+
+def _count_mixer_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
+    """Return the activations of a short convolution or a gated delta net that the backward pass needs, per token.
+
+    Of a convolution: its three inputs, their product, its result, and the last product. Of a gated delta net: queries,
+    keys and values before and after the convolution, and as the rule reads them; the gate, the rule's result before
+    and after the norm; and a row of each inverse of a chunk.
+    """
+    if layer_type == "conv":
+        return 6 * hf_config.get("hidden_size", 0)
+    keys = hf_config.get("linear_num_key_heads", 0) * hf_config.get("linear_key_head_dim", 0)
+    num_heads = hf_config.get("linear_num_value_heads", 0)
+    values = num_heads * hf_config.get("linear_value_head_dim", 0)
+    return 3 * (2 * keys + values) + 3 * values + CHUNK_TOKENS * num_heads
 
 
 def estimate_rank(

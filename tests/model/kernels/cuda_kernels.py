@@ -13,6 +13,10 @@ import torch
 
 from ramify.infer.request import SamplingParams
 from ramify.infer.sampler import uniform_noise
+from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
+from ramify.model.forest_chunks import ForestChunks, find_ancestors
+from ramify.model.forest_recurrence import CHUNK_SIZE, PathTables, TrackTables, convolve_paths, pass_tracks
+from ramify.model.forest_segments import ForestSegments
 from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
 from ramify.model.kernels.paged_attention import AttentionTile, StepSequences
@@ -296,6 +300,50 @@ def test_rotation_of_gated_queries_equals_plain_formulas():
     out = query.flatten(1).clone()
     _gate_heads[(rows, 1)](out, qkv, qkv.stride(0), HEADS=heads, D=width, BLOCK=64)
     torch.testing.assert_close(out, (query * gate.sigmoid()).flatten(1))
+
+
+SEGMENT_LENGTHS, SEGMENT_PARENTS = [66, 2, 5, 4], [-1, 0, 0, -1]  # two chunks, a fork, and a second tree
+
+
+def build_segments() -> ForestSegments:
+    stop = np.cumsum(SEGMENT_LENGTHS)
+    arrays = (stop - SEGMENT_LENGTHS, stop, SEGMENT_PARENTS, np.zeros(len(stop)))
+    return ForestSegments(*(np.array(array, np.int32) for array in arrays))
+
+
+def test_tracks_of_chunks_have_the_outputs_and_gradients_of_the_delta_rule_in_float64():
+    segments, tokens = build_segments(), sum(SEGMENT_LENGTHS)
+    torch.manual_seed(0)
+    query, key = (torch.nn.functional.normalize(torch.randn(tokens, 1, 12), dim=-1) for _ in range(2))
+    value, scalars = torch.randn(tokens, 2, 20), torch.rand(2, tokens, 2)
+    tensors = [query, key, value, -scalars[0] / 4, scalars[1]]
+    inputs = [tensor.to(DEVICE).requires_grad_() for tensor in tensors]
+    exact_inputs = [tensor.double().requires_grad_() for tensor in tensors]
+    chunks = ForestChunks.from_segments(segments, CHUNK_SIZE)
+    out = pass_tracks(*inputs, TrackTables.from_chunks(chunks, DEVICE))
+    exact = gated_delta_rule(*exact_inputs, ChunkBatch.from_chunks(chunks))
+    gradient = torch.randn_like(exact)
+    results = [out, *torch.autograd.grad(out, inputs, gradient.to(out))]
+    for actual, expected in zip(results, [exact, *torch.autograd.grad(exact, exact_inputs, gradient)]):
+        assert (actual.cpu() - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(("width", "has_bias"), [(4, False), (3, True)])
+def test_convolutions_along_paths_equal_sums_over_ancestors(width, has_bias):
+    ancestors = find_ancestors(build_segments(), 3)
+    torch.manual_seed(0)
+    rows, weight, bias = torch.randn(len(ancestors), 140), torch.randn(140, 1, width), torch.randn(140)
+    leaves = [tensor.to(DEVICE).requires_grad_() for tensor in (rows, weight, bias)[: 2 + has_bias]]
+    rows, weight, *optional = leaves
+    out = convolve_paths(rows, weight, *(optional or [None]), PathTables.from_ancestors(ancestors, DEVICE))
+    sources = np.concatenate([np.arange(len(ancestors))[:, None], ancestors], 1)
+    padded = torch.cat([rows, rows.new_zeros(1, 140)])  # -1 is its last row
+    expected = sum(padded[torch.from_numpy(sources[:, tap])] * weight[:, 0, width - 1 - tap] for tap in range(width))
+    expected = expected + (optional[0] if optional else 0.0)
+    gradient = torch.randn_like(out)
+    results = [out, *torch.autograd.grad(out, leaves, gradient)]
+    for actual, plain in zip(results, [expected, *torch.autograd.grad(expected, leaves, gradient)]):
+        assert (actual - plain).norm() <= 1e-6 * plain.norm()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "has_norm"), [(9, 3, True), (4, 2, False)])
