@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from ramify.model.delta_rule import ChunkBatch, gated_delta_rule, gated_delta_step
+from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
 from ramify.model.forest_chunks import ForestChunks
 from ramify.model.forest_segments import ForestSegments
 
@@ -47,6 +47,23 @@ def list_leaf_paths(segments: ForestSegments) -> list[Tensor]:
         paths.append(np.concatenate([paths[parent], own]) if parent >= 0 else own)
     leaves = set(range(len(segments))) - set(segments.parent.tolist())
     return [torch.from_numpy(paths[leaf]) for leaf in sorted(leaves)]
+
+
+def gated_delta_step(
+    query: Tensor,  # [sequences, key_heads, key_dim], normalized
+    key: Tensor,  # the same
+    value: Tensor,  # [sequences, heads, value_dim]
+    log_decay: Tensor,  # [sequences, heads]
+    strength: Tensor,  # [sequences, heads]
+    state: Tensor,  # [sequences, heads, key_dim, value_dim]
+) -> tuple[Tensor, Tensor]:
+    """Return the output of one token of each sequence, [sequences, heads, value_dim], and the state after it."""
+    repeats = value.shape[1] // key.shape[1]
+    q, k = (tensor.to(state.dtype).repeat_interleave(repeats, 1).unsqueeze(-1) for tensor in (query, key))
+    decayed = state * log_decay.to(state.dtype).exp()[..., None, None]
+    added = (value.to(state.dtype) - (decayed * k).sum(-2)) * strength.to(state.dtype).unsqueeze(-1)
+    state = decayed + k * added.unsqueeze(-2)
+    return (state * q).sum(-2).mul(query.shape[-1] ** -0.5).to(value.dtype), state
 
 
 def compute_by_paths(segments: ForestSegments, inputs: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The gated delta rule of linear attention, in PyTorch: over a forest, and for one token.
+"""The gated delta rule of linear attention over a forest, in PyTorch.
 
 A head has a state S, a matrix [key_dim, value_dim], that a token with key k, value v, decay a and strength b changes to
 a·S + k·(b·(v − a·Sᵀk))ᵀ; the token's output is Sᵀq. Within a chunk of tokens this is a triangular system, so a chunk
@@ -104,20 +104,3 @@ def _pass_states(
         states.append(state)
         values.append(added)
     return torch.cat(states), torch.cat(values)
-
-
-def gated_delta_step(
-    query: Tensor,  # [sequences, key_heads, key_dim], normalized
-    key: Tensor,  # the same
-    value: Tensor,  # [sequences, heads, value_dim]
-    log_decay: Tensor,  # [sequences, heads]
-    strength: Tensor,  # [sequences, heads]
-    state: Tensor,  # [sequences, heads, key_dim, value_dim]
-) -> tuple[Tensor, Tensor]:
-    """Return the output of one token of each sequence, [sequences, heads, value_dim], and the state after it."""
-    repeats = value.shape[1] // key.shape[1]
-    q, k = (tensor.to(state.dtype).repeat_interleave(repeats, 1).unsqueeze(-1) for tensor in (query, key))
-    decayed = state * log_decay.to(state.dtype).exp()[..., None, None]
-    added = (value.to(state.dtype) - (decayed * k).sum(-2)) * strength.to(state.dtype).unsqueeze(-1)
-    state = decayed + k * added.unsqueeze(-2)
-    return (state * q).sum(-2).mul(query.shape[-1] ** -0.5).to(value.dtype), state
