@@ -8,7 +8,7 @@ import pytest
 from ramify.cli import main
 from ramify.core import hub
 from ramify.core.errors import ModelNotFound
-from ramify.model.resolve import fetch_model, resolve_model_path
+from ramify.model.resolve import fetch_model, has_weights, resolve_model_path
 from tests.support.hub import serve_hub
 
 NAME = "org/small"
@@ -41,6 +41,13 @@ def test_missing_model_is_downloaded_once(remote, capsys):
     assert len(lines) == 2
     assert main(["model", "fetch", NAME]) == 0
     assert capsys.readouterr().out == f"{path}\n"
+
+
+def test_doctor_downloads_the_config_only(remote, capsys):
+    assert main(["doctor", "--model", NAME]) == 0
+    assert "fused" in capsys.readouterr().out
+    assert remote.sent == ["config.json"]
+    assert has_weights(fetch_model(NAME))
 
 
 def test_interrupted_download_is_completed(remote):

@@ -68,6 +68,7 @@ OWN_CODE: dict[str, dict[str, Any]] = {
     "opt": {},
     "gpt_oss": {"initializer_range": 0.3, "sliding_window": 9},
     "gemma2": {"initializer_range": 0.3, "sliding_window": 9, "attn_logit_softcapping": 1.0},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
     **HYBRIDS,
 }
 

@@ -230,7 +230,7 @@ def test_memory_is_linear_in_the_tokens_of_a_tree():
 def test_models_with_unknown_recurrent_layers_get_chains():
     assert {choose_pack_layout(config) for config in CONFIGS.values()} == {PackLayout.FOREST}
     assert choose_pack_layout(SEQUENTIAL) is PackLayout.CHAINS
-    for kind in ("mamba", "minimax", "falcon_h1", "bamba", "rwkv"):
+    for kind in ("mamba", "minimax", "falcon_h1", "bamba"):
         assert choose_pack_layout(AutoConfig.for_model(kind)) is PackLayout.CHAINS, kind
     for kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe"):
         assert choose_pack_layout(AutoConfig.for_model(kind)) is PackLayout.FOREST, kind
@@ -243,6 +243,7 @@ def test_models_with_unknown_recurrent_layers_get_chains():
     ("model_type", "reason"),
     [
         ("deepseek_v3", "kv_lora_rank"),
+        ("rwkv", "no list of layers"),
         ("codegen", "does not support custom attention"),
         ("gptj", "does not support custom attention"),
         ("xglm", "does not support custom attention"),

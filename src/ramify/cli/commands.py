@@ -480,6 +480,9 @@ Keys, the same as for `ramify rl`:""",
     "doctor": CliCommand(
         "check what this machine can run, and how to install what is missing",
         "ramify.cli.doctor:run",
-        (switch("--json", "print the results as JSON"),),
+        (
+            switch("--json", "print the results as JSON"),
+            option("--model", metavar="NAME", help="print instead how engine and trainer run a model, by its config"),
+        ),
     ),
 }

@@ -14,7 +14,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Literal
 
@@ -25,6 +25,7 @@ from rich.text import Text
 from ramify import __version__
 from ramify.core.console import PipeConsole
 from ramify.launch.machine import count_usable_cores, get_usable_memory, read_cgroup_limits
+from ramify.model.resolve import fetch_config
 from ramify.processes.program import run_program
 from ramify.rollout.runtime.bwrap import find_unsupported_reason
 
@@ -84,13 +85,30 @@ class CheckResult:
 
 
 def run(options: Namespace) -> int:
-    """Run all checks and print the report."""
+    """Run all checks and print the report; with `--model`, print how that model runs."""
+    if options.model is not None:
+        return _print_model(options.model, as_json=options.json)
     results = run_checks()
     if options.json:
         print(json.dumps({"version": __version__, "findings": [result.to_json() for result in results]}, indent=2))
     else:
         print_report(results, PipeConsole())
     return 0
+
+
+def _print_model(name: str, *, as_json: bool) -> int:
+    """Print the row of `docs/models.md` for a model. Return 1 if engine and trainer refuse it."""
+    from ramify.model.support import REFUSED, read_directory_support  # transformers, and with it torch
+
+    support = read_directory_support(fetch_config(name))
+    if as_json:
+        print(json.dumps(asdict(support), indent=2))
+    else:
+        console = PipeConsole()
+        columns = [(field.name, getattr(support, field.name)) for field in fields(support) if field.name != "notes"]
+        for label, value in (*columns, *(("note", note) for note in support.notes)):
+            console.print(Text(f"{label:12}", "bold"), Text(value), sep="")
+    return int(support.engine == support.trainer == REFUSED)
 
 
 def run_checks() -> list[CheckResult]:

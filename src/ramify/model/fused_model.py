@@ -75,13 +75,7 @@ def build_fused_model(
     If `planned`, its steps have attention plans, and it runs the kernels for CUDA. `state_specs` are the states of its
     recurrent layers.
     """
-    config = module.config.get_text_config()
-    if (
-        config.model_type not in SUPPORTED_MODEL_TYPES
-        or config.hidden_act != "silu"
-        or _has_sliding_window(config)
-        or _has_dynamic_rope(config)
-    ):
+    if not can_fuse(module.config.get_text_config()):
         return None
     mlp = module.get_decoder().layers[0].mlp
     if mlp.gate_proj.bias is not None or mlp.down_proj.bias is not None:
@@ -110,6 +104,16 @@ def build_fused_model(
             reason = str(error)
         fused.ops = DecoderOps(fused.sizes, f"torch ({reason})")
         return fused if _logits_match(expected, _run_check_sequence(module, fused)) else None
+
+
+def can_fuse(text_config: Any) -> bool:
+    """Return whether the fused forward computes a model, by its config."""
+    return (
+        text_config.model_type in SUPPORTED_MODEL_TYPES
+        and text_config.hidden_act == "silu"
+        and not _has_sliding_window(text_config)
+        and not _has_dynamic_rope(text_config)
+    )
 
 
 @contextmanager

@@ -22,7 +22,15 @@ from ramify.model.kernels.paged_attention import paged_attention
 from ramify.model.kernels.state_pool import StateSpec
 from ramify.model.logprob_check import collect_token_ids, describe_error, split_attn_implementation
 from ramify.model.lora import merge_published_adapters
-from ramify.model.pack_layout import VISION_MODEL_TYPES, get_longrope_limit, get_per_layer_settings
+from ramify.model.pack_layout import (
+    UNSUPPORTED_BY_ENGINE,
+    VISION_MODEL_TYPES,
+    check_attention_is_pluggable,
+    check_is_decoder,
+    find_head_problem,
+    get_longrope_limit,
+    get_per_layer_settings,
+)
 from ramify.model.precision import DtypeChoice, choose_dtype
 from ramify.model.recurrent_state import probe_state_specs
 from ramify.model.vision import VisionTower, get_vision_tower
@@ -83,7 +91,7 @@ def load_engine_model(
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
     config = load_config(path)
-    shape = _read_shape(config)
+    shape = read_shape(config)
     torch_device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     dtype_choice = choose_dtype(dtype, getattr(config, "dtype", None), torch_device)
     module = load_hf_model(path, config, dtype_choice.dtype, ATTENTION_NAME)
@@ -100,9 +108,16 @@ def load_config(path: Path) -> Any:
     """Load the Hugging Face config of a model directory. Raises ModelUnsupported."""
     try:
         with hide_log_records("transformers.configuration_utils", IDEFICS3_DEFAULT_WARNING):
-            return AutoConfig.from_pretrained(path, local_files_only=True)
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # wrong values of a config raise anything
         raise ModelUnsupported(f"transformers cannot read {path / 'config.json'}: {describe_error(error)}") from error
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
+        raise ModelUnsupported(
+            f"the weights in {path} are quantized ({method}), expected bfloat16 or float32: convert them first, as "
+            "docs/models.md shows"
+        )
+    return config
 
 
 def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementation: str | None) -> Any:
@@ -143,23 +158,29 @@ def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementati
     return module
 
 
-def _read_shape(config: Any) -> ModelShape:
+def read_shape(config: Any) -> ModelShape:
+    """Return the sizes of a model by its config. Raises ModelUnsupported, by name, for what the engine cannot run."""
     text_config, model_type = config.get_text_config(), config.model_type
+    check_is_decoder(config)
+    if problem := UNSUPPORTED_BY_ENGINE.get(text_config.model_type):
+        raise ModelUnsupported(f"{model_type} has {problem}")
     layer_types = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
     if unknown := sorted(set(layer_types) - ATTENTION_LAYER_TYPES - RECURRENT_LAYER_TYPES):
         raise ModelUnsupported(f"{model_type} has layers that the engine does not know: {', '.join(unknown)}")
     kv_layers = tuple(index for index, layer_type in enumerate(layer_types) if layer_type in ATTENTION_LAYER_TYPES)
     if not kv_layers:
         raise ModelUnsupported(f"{model_type} has no layers with attention, which the engine needs")
-    if getattr(text_config, "kv_lora_rank", None):
-        raise ModelUnsupported(f"{model_type} caches latent keys, which the paged cache cannot hold yet")
     if varying := sorted(get_per_layer_settings(text_config) & ENGINE_UNIFORM_SETTINGS):
         raise ModelUnsupported(
             f"{model_type} has layers that differ in {', '.join(varying)}, which the paged cache cannot hold yet"
         )
+    if problem := find_head_problem(text_config):
+        raise ModelUnsupported(f"{model_type} has {problem}, which the paged cache cannot hold")
     required = ("num_attention_heads", "max_position_embeddings")
     if missing := [name for name in required if not hasattr(text_config, name)]:
         raise ModelUnsupported(f"{model_type} has a config without {', '.join(missing)}, which the engine needs")
+    if len(kv_layers) == len(layer_types):  # transformers checks models without recurrent layers only
+        check_attention_is_pluggable(config)
     heads, max_positions = text_config.num_attention_heads, text_config.max_position_embeddings
     return ModelShape(
         num_layers=text_config.num_hidden_layers,

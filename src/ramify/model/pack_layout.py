@@ -4,7 +4,7 @@ Attention takes a mask, so it computes a forest as it is. A recurrent or convolu
 right and cannot return to a fork, unless it is one of `FOREST_RECURRENT_MODELS`, whose layers are replaced. Another
 model with such layers gets every root-to-leaf path as a chain of its own. A model with an
 attention feature that tree attention does not compute is rejected by name, before anything is loaded. Importable
-without torch.
+without torch, which only the checks of transformers' tables load.
 """
 
 from enum import Enum
@@ -17,7 +17,12 @@ TOKENWISE_LAYERS = {"sparse", "dense", "moe", "mlp"}  # layers that compute each
 SEQUENTIAL_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
 # Models whose recurrent layers `ramify.model.recurrent_layers` computes over forests.
 FOREST_RECURRENT_MODELS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe"}
-SEQUENTIAL_MODELS = {"rwkv", "xlstm"}  # models that do not list their layers
+# Models whose configs do not show what is missing, and the reason.
+UNSUPPORTED_BY_TRAINER = dict.fromkeys(
+    ("ctrl", "gpt2", "gpt_bigcode", "hrm_text", "rwkv", "xlstm"),
+    "no list of layers, which the trainer compiles and shards",
+)
+UNSUPPORTED_BY_ENGINE = {"minimax": "a cache of its own, whose states the engine cannot store"}
 CONV_WIDTH_SETTINGS = ("linear_conv_kernel_dim", "conv_L_cache")
 MAX_CONV_WIDTH = 4  # tokens that a convolution over a forest reads
 VISION_MODEL_TYPES = {"idefics3", "smolvlm", "qwen3_vl"}  # vision-language models whose images are read
@@ -34,26 +39,46 @@ class PackLayout(Enum):
 
 def choose_pack_layout(config: Any) -> PackLayout:
     """Return the layout for the model of a Hugging Face `config`. Raises ModelUnsupported."""
+    check_is_decoder(config)
     text_config = config.get_text_config()
     model_type, layer_types = text_config.model_type, _get_layer_types(text_config)
+    if problem := UNSUPPORTED_BY_TRAINER.get(model_type):
+        raise ModelUnsupported(f"{model_type} has {problem}")
     if unknown := sorted(layer_types - ATTENTION_LAYERS - TOKENWISE_LAYERS - SEQUENTIAL_LAYERS):
         raise ModelUnsupported(f"{model_type} has layers that the trainer does not know: {', '.join(unknown)}")
-    if getattr(text_config, "kv_lora_rank", None):
-        raise ModelUnsupported(
-            f"{model_type} has latent keys and values (kv_lora_rank), which the trainer does not compute"
-        )
     if varying := sorted(get_per_layer_settings(text_config) & TRAINER_UNIFORM_SETTINGS):
         raise ModelUnsupported(
             f"{model_type} has layers that differ in {', '.join(varying)}, which the trainer does not compute"
         )
-    if config.is_encoder_decoder:
-        raise ModelUnsupported(f"{model_type} has an encoder and a decoder; the trainer supports only decoders")
+    if problem := find_head_problem(text_config):
+        raise ModelUnsupported(f"{model_type} has {problem}, which the trainer does not compute")
     if has_forest_recurrence(text_config):
         return PackLayout.FOREST
-    if layer_types & SEQUENTIAL_LAYERS or model_type in SEQUENTIAL_MODELS:
+    if layer_types & SEQUENTIAL_LAYERS:
         return PackLayout.CHAINS
-    _check_attention_is_pluggable(config)
+    check_attention_is_pluggable(config)
     return PackLayout.FOREST
+
+
+def check_is_decoder(config: Any) -> None:
+    """Reject encoders, and models with an encoder and a decoder, by their config."""
+    text_config = config.get_text_config()
+    if config.is_encoder_decoder or text_config.is_encoder_decoder:
+        raise ModelUnsupported(f"{config.model_type} has an encoder and a decoder; only decoders are supported")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if text_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(text_config, "is_decoder", False):
+        raise ModelUnsupported(f"{config.model_type} is an encoder, which attends to later tokens")
+
+
+def find_head_problem(text_config: Any) -> str | None:
+    """Return why neither the paged cache nor tree attention can hold the keys and values of a model, if so."""
+    if getattr(text_config, "kv_lora_rank", None):
+        return "latent keys and values (kv_lora_rank)"
+    key_width, value_width = getattr(text_config, "head_dim", None), getattr(text_config, "v_head_dim", None)
+    if None not in (key_width, value_width) and key_width != value_width:
+        return f"values of width {value_width} and keys of width {key_width} (v_head_dim)"
+    return None
 
 
 def describe_pack_layout(config: Any) -> str:
@@ -63,7 +88,6 @@ def describe_pack_layout(config: Any) -> str:
     if choose_pack_layout(config) is PackLayout.FOREST:
         forks = f"; the states of {layers} layers fork where it does" if layers else ""
         return f"forest: shared prefixes are computed once{forks}"
-    layers = layers or "recurrent"
     reason = f"{text_config.model_type} has {layers} layers, which read from left to right"
     return f"chains: {reason}; every path is computed whole (forest/chain_cost is what that costs)"
 
@@ -100,7 +124,7 @@ def get_longrope_limit(text_config: Any) -> int | None:
     )
 
 
-def _check_attention_is_pluggable(config: Any) -> None:
+def check_attention_is_pluggable(config: Any) -> None:
     """Reject models that accept an attention implementation but never call it."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # and with it torch
 
@@ -112,7 +136,7 @@ def _check_attention_is_pluggable(config: Any) -> None:
         raise ModelUnsupported(f"transformers has no causal language model of type {config.model_type}")
     if not model_class.is_backend_compatible():
         raise ModelUnsupported(
-            f"{config.model_type} does not support custom attention functions, which tree attention needs"
+            f"{config.model_type} does not support custom attention functions, which the engine and the trainer need"
         )
 
 

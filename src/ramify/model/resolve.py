@@ -58,15 +58,28 @@ def fetch_model(name: str, *, log: Log = print_to_stderr) -> Path:
         if not is_hub_id(name) or has_weights(directory):
             return directory
 
-    return _first_model_directory(name, [_download(name, log)])
+    return _first_model_directory(name, [_download(name, log, FILE_PATTERNS)])
 
 
-def _download(name: str, log: Log) -> Path:
+def fetch_config(name: str) -> Path:
+    """Return a directory with the config of the model `name`, which is all that is downloaded of a hub id.
+
+    Raises ModelNotFound.
+    """
+    try:
+        return resolve_model_path(name)
+    except ModelNotFound:
+        if not is_hub_id(name):
+            raise
+    return _first_model_directory(name, [_download(name, print_to_stderr, ["config.json"])])
+
+
+def _download(name: str, log: Log, patterns: list[str]) -> Path:
     local = name.rpartition("/")[2]
     advice = f"where there is a network run 'hf download {name} --local-dir {local}', copy {local} here"
     repo = HubRepo("model", name)
     with download_errors(repo, ModelNotFound, f"{advice}, and give -m {local}"):
-        return download_snapshot(repo, log=log, allow_patterns=FILE_PATTERNS, ignore_patterns=IGNORED_PATTERNS)
+        return download_snapshot(repo, log=log, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
 
 
 def has_weights(directory: Path) -> bool:

@@ -1,0 +1,93 @@
+"""`docs/models.md` and `ramify doctor --model` say what the code does with each family, by the config alone."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from ramify.cli import main
+from ramify.core.errors import ModelUnsupported
+from ramify.model.load import load_engine_model
+from ramify.model.pack_layout import choose_pack_layout
+from ramify.model.support import REFUSED, read_model_support
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+# Where the default config of transformers has not the layers of the published models.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+    "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+}
+
+
+def read_rows() -> dict[str, tuple[str, ...]]:
+    """Return the columns of the table of families, by model type: engine, trainer, LoRA, images."""
+    rows: dict[str, tuple[str, ...]] = {}
+    for line in PAGE.read_text().split("### Families")[1].split("\n### ")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for model_type in re.findall(r"`(\w[\w-]*)`", cells[1]) if line.startswith("| ") and len(cells) > 5 else []:
+            if model_type != "model_type":
+                rows[model_type] = tuple(cells[2:6])
+    return rows
+
+
+@pytest.mark.parametrize("model_type", read_rows())
+def test_the_table_of_families_says_what_the_code_does(model_type):
+    support = read_model_support(AutoConfig.for_model(model_type, **SETTINGS.get(model_type, {})))
+    assert (support.engine, support.trainer, support.lora, support.images) == read_rows()[model_type]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "trainer_reason", "engine_reason"),
+    [
+        ("deepseek_v3", "deepseek_v3 has latent keys", "deepseek_v3 has latent keys"),
+        ("kimi_linear", "kimi_linear has latent keys", "kimi_linear has latent keys"),
+        ("mamba", None, "mamba has no layers with attention"),
+        ("rwkv", "rwkv .* no list of layers", "rwkv has a config without num_attention_heads"),
+        ("t5", "t5 has an encoder and a decoder", "t5 has an encoder and a decoder"),
+        ("bert", "bert is an encoder", "bert is an encoder"),
+        ("modernbert", "modernbert is an encoder", "modernbert is an encoder"),
+        ("gptj", "gptj does not support custom attention", "gptj does not support custom attention"),
+        ("mimo_v2_flash", "v_head_dim", "v_head_dim"),
+        ("gemma4", "differ in head_dim", "differ in head_dim"),
+    ],
+)
+def test_unsupported_families_are_refused_by_name_before_anything_is_loaded(
+    model_type, trainer_reason, engine_reason, tmp_path
+):
+    config = AutoConfig.for_model(model_type)
+    config.save_pretrained(tmp_path)  # there are no weights
+    with pytest.raises(ModelUnsupported, match=engine_reason):
+        load_engine_model(tmp_path, device="cpu")
+    if trainer_reason is not None:
+        with pytest.raises(ModelUnsupported, match=trainer_reason):
+            choose_pack_layout(config)
+
+
+def test_quantized_weights_are_refused_by_name(tmp_path):
+    config = AutoConfig.for_model("gpt_oss").to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelUnsupported, match=r"quantized \(mxfp4\).*convert them first"):
+        load_engine_model(tmp_path, device="cpu")
+
+
+def test_doctor_prints_the_row_of_a_model(tmp_path, capsys):
+    assert main(["doctor", "--model", "tiny"]) == 0
+    output = capsys.readouterr().out
+    assert all(
+        re.search(rf"^{label} +{value}$", output, re.M) for label, value in (("engine", "fused"), ("lora", "yes"))
+    )
+    AutoConfig.for_model("gpt_oss").save_pretrained(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["engine"], row["trainer"], row["lora"]) == ("own code", "forest", "not experts")
+    assert any('inference.engine = "vllm"' in note for note in row["notes"])
+
+
+def test_doctor_says_why_a_model_is_refused(tmp_path, capsys):
+    AutoConfig.for_model("deepseek_v3").save_pretrained(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path)]) == 1
+    output = capsys.readouterr().out
+    assert output.count(REFUSED) == 2 and "latent keys" in output
