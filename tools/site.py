@@ -1,4 +1,4 @@
-"""Hooks of MkDocs, which builds the site of `docs/`: the reference of the keys, and the files that pages link to.
+"""Hooks of MkDocs, which builds the site of `docs/`: the reference of the keys, the files that pages link to, formulas.
 
 A page may link to any file of the repository. A file outside `docs/` becomes a page of its own, at its path in the
 repository, so links work the same on the site and in the repository, and the search covers these files too.
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert as convert_to_mathml  # pyright: ignore[reportMissingImports]
 from mkdocs.config.defaults import MkDocsConfig  # pyright: ignore[reportMissingImports]
 from mkdocs.structure.files import File, Files, InclusionLevel  # pyright: ignore[reportMissingImports]
 from mkdocs.structure.pages import Page  # pyright: ignore[reportMissingImports]
@@ -18,6 +19,7 @@ from tools.reference import FOLDER, list_pages
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:)[^)#\s]+")
+MATH = re.compile(r"`[^`\n]+`|\$\$(?P<block>.+?)\$\$|\$(?P<inline>[^\s$](?:[^$\n]*[^\s$])?)\$", re.DOTALL)
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".toml": "toml", ".ipynb": "json"}
 
@@ -43,8 +45,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Point the links of a page in `docs/` at the pages of their files."""
-    return convert_links(f"docs/{page.file.src_uri}", markdown) if page.file.src_dir else markdown
+    """Point the links of a page in `docs/` at the pages of their files, and convert its formulas."""
+    if not page.file.src_dir:
+        return markdown
+    parts = CODE.split(convert_links(f"docs/{page.file.src_uri}", markdown))
+    return "".join(part if index % 2 else MATH.sub(_convert_formula, part) for index, part in enumerate(parts))
 
 
 def make_page(path: str, text: str) -> str:
@@ -82,6 +87,13 @@ def iter_nav(nav: Any) -> Iterator[str]:
         yield nav
     for entry in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
         yield from iter_nav(entry)
+
+
+def _convert_formula(match: re.Match[str]) -> str:
+    """Return MathML, which browsers show without a script; inline code stays as it is."""
+    if block := match["block"]:
+        return convert_to_mathml(" ".join(block.split()), display="block")
+    return f"<span>{convert_to_mathml(match['inline'])}</span>" if match["inline"] else match[0]
 
 
 def _resolve(path: str, link: str) -> str:
