@@ -18,11 +18,18 @@ SEQUENTIAL_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent",
 # Models whose recurrent layers `ramify.model.recurrent_layers` computes over forests.
 FOREST_RECURRENT_MODELS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe"}
 # Models whose configs do not show what is missing, and the reason.
-UNSUPPORTED_BY_TRAINER = dict.fromkeys(
-    ("ctrl", "gpt2", "gpt_bigcode", "hrm_text", "rwkv", "xlstm"),
-    "no list of layers, which the trainer compiles and shards",
-)
-UNSUPPORTED_BY_ENGINE = {"minimax": "a cache of its own, whose states the engine cannot store"}
+NO_ARGUMENTS = "attention that does not receive the arguments of its model's forward"
+UNSUPPORTED_BY_TRAINER = {
+    **dict.fromkeys(
+        ("ctrl", "gpt2", "gpt_bigcode", "hrm_text", "rwkv", "xlstm"),
+        "no list of layers, which the trainer compiles and shards",
+    ),
+    **dict.fromkeys(("moshi", "nemotron"), NO_ARGUMENTS),
+}
+UNSUPPORTED_BY_ENGINE = {
+    "minimax": "a cache of its own, whose states the engine cannot store",
+    **dict.fromkeys(("moshi", "nemotron"), NO_ARGUMENTS),
+}
 CONV_WIDTH_SETTINGS = ("linear_conv_kernel_dim", "conv_L_cache")
 MAX_CONV_WIDTH = 4  # tokens that a convolution over a forest reads
 VISION_MODEL_TYPES = {"idefics3", "smolvlm", "qwen3_vl"}  # vision-language models whose images are read
