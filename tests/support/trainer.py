@@ -157,7 +157,7 @@ class FakeOrchestrator:
     def _checkpoint(self, request: CheckpointRequest) -> WireMessage:
         self.committed, self.checkpoint = request.step, (request.directory, request.digest)
         self.commits.append(request.step)
-        return WireMessage.encode(None)
+        return WireMessage.encode({})
 
     def _unsaved(self, request: UnsavedRequest) -> WireMessage:
         self.unsaved[request.step] = request.message

@@ -1,5 +1,6 @@
 """A checkpoint restores a trainer bit for bit, incomplete ones are ignored, and a full disk costs nothing."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from ramify.run.fencing.token import FencingToken
 from ramify.train.build import build_trainer
 from ramify.train.checkpoint import CheckpointManager
 from ramify.train.checkpoint_manifest import compute_manifest_digest, list_checkpoints
-from ramify.train.config import TrainerConfig
+from ramify.train.config import CheckpointConfig, TrainerConfig
 from tests.support.training import SINGLE_RANK, copy_weights, random_batches
 
 
@@ -77,7 +78,7 @@ def test_incomplete_checkpoints_are_ignored_and_old_ones_are_removed(model, tmp_
     (checkpoints.path_for(8) / "checkpoint.json").unlink()  # as after an incomplete copy
     (tmp_path / "checkpoints" / ".step_000010.partial").mkdir()
     assert checkpoints.list_steps() == [2, 4, 6]
-    checkpoints.remove_before(6, keep_last=2)
+    checkpoints.remove_before(6, CheckpointConfig(keep_last=2), {})
     assert checkpoints.list_steps() == [4, 6]
     checkpoints.remove_after(4)
     assert checkpoints.list_steps() == [4]
@@ -85,6 +86,22 @@ def test_incomplete_checkpoints_are_ignored_and_old_ones_are_removed(model, tmp_
     assert checkpoints.save(trainer, 8) == checkpoints.path_for(8)
     assert checkpoints.list_steps() == [4, 8]  # the incomplete one was replaced
     assert checkpoints.save(trainer, 4) == checkpoints.path_for(4)  # it exists already
+
+
+def test_the_best_checkpoint_and_those_of_an_interval_are_kept(model, tmp_path):
+    trainer = make_trainer(model)
+    checkpoints = CheckpointManager(tmp_path, SINGLE_RANK)
+    config = CheckpointConfig(interval=2, keep_last=1, keep_interval=8, keep_best="eval/held-out/avg")
+    values = {0: 9.0, 4: 0.5, 6: 0.75, 10: 0.25, 12: math.nan}
+    for step in range(2, 15, 2):
+        checkpoints.save(trainer, step)
+        checkpoints.remove_before(step, config, {at: value for at, value in values.items() if at < step})
+    assert checkpoints.list_steps() == [6, 8, 14]  # the best, the interval's, the last
+    assert config.count_kept(7) == 3
+    loss = config.model_copy(update={"keep_best": "validation/loss"})
+    assert loss.choose_kept_steps([4, 6, 8, 10, 14], values) == {8, 10, 14}
+    with pytest.raises(ValueError, match="keep_interval must be a multiple of interval = 50, got 60"):
+        CheckpointConfig(keep_interval=60)
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(model, tmp_path):
@@ -119,7 +136,7 @@ def test_a_full_disk_raises_storage_full_and_earlier_checkpoints_stay(model, sma
     checkpoints.load(trainer, 1)
     assert all(torch.equal(master, saved_weights[name]) for name, master in copy_weights(trainer).items())
     filler_file.unlink()
-    checkpoints.remove_before(1, keep_last=1)
+    checkpoints.remove_before(1, CheckpointConfig(keep_last=1), {})
 
 
 @pytest.mark.process
@@ -135,7 +152,7 @@ def test_a_disk_with_room_for_two_checkpoints_keeps_the_last_one_until_the_next_
     (line,) = lines
     assert "no room for a checkpoint" in line
     assert line.endswith("; checkpoints before step 2 are removed to make room")
-    checkpoints.remove_before(3, keep_last=1)
+    checkpoints.remove_before(3, CheckpointConfig(keep_last=1), {})
     (small_disk / "more").write_bytes(bytes(size))
     with pytest.raises(StorageFull, match=r"MiB needed, .* MiB free"):
         checkpoints.save(trainer, 4, committed=3)
@@ -163,7 +180,7 @@ def test_committed_checkpoint_is_kept_although_a_replaced_trainer_saved_later_on
     old, new = (CheckpointManager(tmp_path, SINGLE_RANK, token=FencingToken(0, number)) for number in (1, 2))
     for checkpoints, step in ((old, 2), (new, 4), (old, 6), (old, 8)):
         checkpoints.save(trainer, step)
-    new.remove_before(4, keep_last=1)
+    new.remove_before(4, CheckpointConfig(keep_last=1), {})
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000004-2", "step_000006-1", "step_000008-1"]
     new.remove_after(4)  # what the next trainer does first
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000004-2"]

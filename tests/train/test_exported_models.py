@@ -10,9 +10,9 @@ from ramify.infer.config import ModelConfig, NamedModelConfig, ServeConfig
 from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.model.weights_manifest import Manifest
 from ramify.run.store import Ledger, open_run
-from ramify.run.store.run_log import MetricPoint, RunLog
+from ramify.run.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
-from ramify.train.exported_models import find_best_step
+from ramify.train.config import find_best_step
 from ramify.train.sft.config import SftConfig, SftDataConfig
 from tests.support.models import publish_as
 
@@ -63,7 +63,7 @@ def test_a_missing_run_step_or_metric_is_named(run, name, message):
 
 
 def test_the_best_step_has_the_highest_value_or_the_lowest_loss():
-    points = [MetricPoint(step, "eval/avg", value) for step, value in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 1.0))]
-    assert find_best_step(points, [1, 2, 3]) == 3  # of equal values, the last
-    assert find_best_step([point._replace(name="validation/loss") for point in points], [1, 2, 4]) == 1
-    assert find_best_step(points, [7]) is None
+    values = {1: 0.5, 2: 0.9, 3: 0.9, 4: 1.0}
+    assert find_best_step("eval/avg", values, [1, 2, 3]) == 3  # of equal values, the last
+    assert find_best_step("validation/loss", values, [1, 2, 4]) == 1
+    assert find_best_step("eval/avg", values, [7]) is None

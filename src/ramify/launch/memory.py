@@ -4,7 +4,7 @@ The memory of an engine covers its weights, the KV cache and the states of recur
 weights during an update is left out on a GPU: an engine that has no room for it uses host memory.
 
 On the disk, a new checkpoint is complete before an old one is removed. So a run that saves more than once needs room
-for two, and for one more than `checkpoint.keep_last` to keep all of them.
+for two, and for one more than it keeps (`checkpoint.keep_last`, `keep_best`, `keep_interval`) to keep all of them.
 """
 
 import contextlib
@@ -100,7 +100,7 @@ class DiskEstimate:
     checkpoint: int
     weights: int  # all versions of the published weights that are on the disk at the same time
     num_saves: int  # checkpoints that the run saves until its end
-    keep_last: int
+    num_kept: int  # checkpoints that the run keeps
     available: int  # free space, and what checkpoints and weights of this run already take
     is_guessed: bool  # whether the size of the model is a guess from its name
 
@@ -131,12 +131,12 @@ class DiskEstimate:
         """Return why the run cannot keep as many checkpoints as it should; None if it can."""
         if (problem := self.find_problem()) is not None:
             return problem
-        if self.num_fitting >= min(self.keep_last + 1, self.num_saves):
+        if self.num_fitting >= min(self.num_kept + 1, self.num_saves):
             return None
         fitting = f"the disk of {self.directory} has room for {self.num_fitting} checkpoints"
         return (
-            f"{fitting} of {format_size(self.checkpoint)}; checkpoint.keep_last = {self.keep_last} needs "
-            f"{self.keep_last + 1} for a moment: older ones are removed earlier, the last one never"
+            f"{fitting} of {format_size(self.checkpoint)}; checkpoint.keep_last, keep_best and keep_interval need "
+            f"{self.num_kept + 1} for a moment: older ones are removed earlier, the last one never"
         )
 
 
@@ -159,8 +159,8 @@ def estimate_disk(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: boo
         directory,
         checkpoint=max(1, int(count_trained(trainer, model) * MASTER_BYTES) + count_moment_bytes(trainer, model)),
         weights=num_versions * count_version_bytes(config, model, gpu=gpu),
-        num_saves=math.ceil(config.max_steps / config.checkpoint.interval),
-        keep_last=config.checkpoint.keep_last,
+        num_saves=(num_saves := math.ceil(config.max_steps / config.checkpoint.interval)),
+        num_kept=config.checkpoint.count_kept(num_saves),
         available=available,
         is_guessed=model.is_guessed,
     )

@@ -208,6 +208,7 @@ class RunComponents:
             run=self._get_run_id(),
             max_steps=config.max_steps,
             on_trainer_replaced=self._on_trainer_replaced,
+            get_keep_values=lambda: self.run_log.values_by_step(config.checkpoint.keep_best),
         )
         # A new run samples from the initial weights; a resumed run waits for its trainer's.
         if self.first_step == 0 and all(version.step == 0 for version in self.client.versions.values()):

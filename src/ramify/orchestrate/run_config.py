@@ -330,6 +330,7 @@ class RunConfig(Config):
         yield from self._find_model_name_problems()
         yield from self._find_cluster_problems()
         yield from find_quantize_problems(self.model, self.trainer)
+        yield from self.checkpoint.find_metric_problem(source.source_name for source in self.eval)
         if self.weights.adapters != "auto" and not self.trainer.lora.enabled:
             yield "weights.adapters", "is for LoRA; set trainer.lora.rank, or remove the key"
 

@@ -6,7 +6,7 @@ replaced, all its requests are rejected.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from ramify.core.errors import Failure, PeerLost, StorageFull
@@ -38,6 +38,7 @@ class TrainerService:
     """Handles the requests of the trainer. `on_trainer_replaced` is called when a new trainer registers.
 
     `run` is the id of the run, which tells its uploaded weights apart from other runs with the same name.
+    `get_keep_values` returns the values of the metric `checkpoint.keep_best` by step.
 
     Attributes:
         has_trainer: whether a trainer has registered.
@@ -57,10 +58,11 @@ class TrainerService:
         run: str = "",
         max_steps: int,
         on_trainer_replaced: Callable[[], None],
+        get_keep_values: Callable[[], Mapping[int, float]] = dict,
     ) -> None:
         self._core, self._weight_updater, self._progress = core, weight_updater, progress
         self._policy, self._run, self._max_steps = policy, run, max_steps
-        self._on_trainer_replaced = on_trainer_replaced
+        self._on_trainer_replaced, self._get_keep_values = on_trainer_replaced, get_keep_values
         self._pack_spec, self._num_ranks, self.has_trainer = PackSpec(), 1, False
         self._start_gate = TokenGate("trainer start")
         self._encoded_shares: dict[int, list[bytes]] = {}
@@ -189,7 +191,7 @@ class TrainerService:
         await self._core.commit_version(commit)
         self._progress.record_metrics(request.step, {"committed": float(request.step)})
         self.checkpoint_committed.set()
-        return WireMessage.encode(None)
+        return WireMessage.encode(dict(self._get_keep_values()))
 
     async def handle_unsaved(self, message: IncomingRequest) -> WireMessage:
         """Record that a checkpoint could not be saved, for the display and `ramify why`."""

@@ -48,8 +48,12 @@ class BatchSource(Protocol):
         """Wait until no engine copies a version from the trainer's memory; returns which have not done so in time."""
         return ""
 
-    def commit_checkpoint(self, step: int, directory: str, digest: str) -> None:
-        """Report that the checkpoint after `step` steps is complete; it is the end of the history on return."""
+    def commit_checkpoint(self, step: int, directory: str, digest: str) -> Mapping[int, float]:
+        """Report that the checkpoint after `step` steps is complete; it is the end of the history on return.
+
+        Returns the values of the metric `checkpoint.keep_best` by step.
+        """
+        return {}
 
     def report_unsaved(self, step: int, message: str) -> None:
         """Report that the disk had no room for the checkpoint after `step` steps."""

@@ -49,6 +49,7 @@ from ramify.train.checkpoint_manifest import (
     verify_checkpoint,
 )
 from ramify.train.checkpoint_metadata import METADATA_FILE, MetadataReader, StorageInfo
+from ramify.train.config import CheckpointConfig
 from ramify.train.distributed import Ranks
 from ramify.train.trainer import Trainer
 
@@ -110,7 +111,7 @@ class CheckpointManager:
             if committed is None or not self.ranks.broadcast(obsolete):
                 raise
             self.warn(f"{error.message}; checkpoints before step {committed} are removed to make room")
-            self.remove_before(committed, keep_last=1)
+            self.remove_before(committed, CheckpointConfig(keep_last=1), {})
             self._write(trainer, path, step, note, reserved_bytes)
         return path
 
@@ -218,12 +219,13 @@ class CheckpointManager:
         if self.ranks.is_first:
             self.remove_partial()
 
-    def remove_before(self, step: int, *, keep_last: int) -> None:
-        """Remove checkpoints before `step`, which is committed, but keep the last `keep_last` steps.
+    def remove_before(self, step: int, config: CheckpointConfig, values: Mapping[int, float]) -> None:
+        """Remove checkpoints before `step`, which is committed, but those that `config` keeps.
 
-        Later steps do not count: a replaced trainer may have saved one.
+        `values` are the values of `config.keep_best`. Later steps do not count: a replaced trainer may have saved one.
         """
-        kept_steps = [saved_step for saved_step in self.list_steps() if saved_step <= step][-keep_last:]
+        saved_steps = [saved_step for saved_step in self.list_steps() if saved_step <= step]
+        kept_steps = config.choose_kept_steps(saved_steps, values)
         self._remove(lambda saved_step: saved_step < step and saved_step not in kept_steps)
 
     def remove_partial(self) -> None:

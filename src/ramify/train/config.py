@@ -1,7 +1,8 @@
 """Configuration of training. Importable without torch."""
 
+import math
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -120,6 +121,48 @@ class CheckpointConfig(Config):
     """Steps between two checkpoints."""
     keep_last: int = Field(default=2, ge=1)
     """The number of checkpoints to keep; older ones are removed."""
+    keep_interval: int | None = Field(default=None, ge=1)
+    """Also keep the checkpoints of every step that is a multiple of this, which is a multiple of `interval`."""
+    keep_best: str | None = None
+    """Also keep the checkpoint with the highest value of this metric, such as `eval/NAME/avg`, or with the lowest one
+    if its name ends in `loss`. Steps at which it was not measured do not count."""
+
+    @model_validator(mode="after")
+    def _keep_interval_is_a_multiple_of_interval(self) -> "CheckpointConfig":
+        if self.keep_interval is not None and self.keep_interval % self.interval:
+            raise ValueError(
+                f"keep_interval must be a multiple of interval = {self.interval}, got {self.keep_interval}"
+            )
+        return self
+
+    def find_metric_problem(self, evals: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yield a problem if `keep_best` is a metric of an eval that the run, whose evals are given, does not have."""
+        kind, _, rest = (self.keep_best or "").partition("/")
+        if kind == "eval" and not any(rest.startswith(f"{name}/") for name in evals):
+            yield "checkpoint.keep_best", f"there is no [[eval]] for {self.keep_best!r}; use eval/NAME/avg of one"
+
+    def choose_kept_steps(self, saved_steps: Sequence[int], values: Mapping[int, float]) -> set[int]:
+        """Return the saved steps to keep. `values` are the values of the metric `keep_best`, by step."""
+        kept = set(sorted(saved_steps)[-self.keep_last :])
+        if self.keep_interval is not None:
+            kept.update(step for step in saved_steps if step % self.keep_interval == 0)
+        best = None if self.keep_best is None else find_best_step(self.keep_best, values, saved_steps)
+        return kept if best is None else kept | {best}
+
+    def count_kept(self, num_saves: int) -> int:
+        """Return the most checkpoints that a run keeps which saves `num_saves` of them."""
+        permanent = 0 if self.keep_interval is None else num_saves * self.interval // self.keep_interval
+        return min(num_saves, self.keep_last + permanent + (self.keep_best is not None))
+
+
+def find_best_step(metric: str, values: Mapping[int, float], steps: Iterable[int]) -> int | None:
+    """Return the step of `steps` with the highest value of a metric, or with the lowest one if its name ends in `loss`.
+
+    Of equal values, the last step counts. None if the metric was measured at none of them.
+    """
+    sign = -1.0 if metric.endswith("loss") else 1.0
+    ranked = [(sign * values[step], step) for step in steps if math.isfinite(values.get(step, math.nan))]
+    return max(ranked)[1] if ranked else None
 
 
 class TrainerConfig(Config):

@@ -5,7 +5,6 @@ from the checkpoint of the step otherwise. The adapters of a LoRA run are merged
 """
 
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from ramify.model.weights_manifest import MANIFEST_FILE, verify_weights
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store import RunStore
 from ramify.run.store.ledger import Ledger
-from ramify.run.store.run_log import MetricPoint, RunLog
+from ramify.run.store.run_log import RunLog
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_committed_checkpoint, list_saved_steps
-from ramify.train.config import read_run_config
+from ramify.train.config import find_best_step, read_run_config
 from ramify.train.weights_directory import WEIGHTS_DIR
 
 
@@ -74,36 +73,23 @@ def _choose_step(step: str, available: list[int], store: RunStore) -> int:
     """Return the step that was asked for. Raises ConfigInvalid if it is not available."""
     if not step:
         return available[-1]
-    steps = f"steps of {store.path} with a model: {', '.join(map(str, available))} (checkpoint.keep_last)"
+    listed = ", ".join(map(str, available))
+    steps = f"steps of {store.path} with a model: {listed} (checkpoint.keep_last, keep_best, keep_interval)"
     if not step.startswith(BEST_PREFIX):
         if not step.isdecimal() or int(step) not in available:
             raise ConfigInvalid(f"--step: expected one of the available steps or best:METRIC, got {step!r}; {steps}")
         return int(step)
     metric, run_log = step.removeprefix(BEST_PREFIX), RunLog(store)
-    points = run_log.metrics(metric)
-    if not points:
+    values = {point.step: point.value for point in run_log.metrics(metric)}
+    if not values:
         known = sorted({point.name for point in run_log.metrics("eval/*") + run_log.metrics("reward/*")})
         raise ConfigInvalid(
             f"--step: the run has no metric {metric!r}; {suggest(metric, known, 'see `ramify metrics`')}"
         )
-    best = find_best_step(points, available)
+    best = find_best_step(metric, values, available)
     if best is None:
         raise ConfigInvalid(f"--step: {metric} was not measured at any available step; {steps}")
     return best
-
-
-def find_best_step(points: Iterable[MetricPoint], steps: Iterable[int]) -> int | None:
-    """Return the step of `steps` with the highest value of a metric, or with the lowest one if its name ends in `loss`.
-
-    Of equal values, the last step counts. None if the metric was measured at none of them.
-    """
-    allowed = {*steps}
-    ranked = [
-        (-point.value if point.name.endswith("loss") else point.value, point.step)
-        for point in points
-        if point.step in allowed
-    ]
-    return max(ranked)[1] if ranked else None
 
 
 def _find_published(directory: Path) -> dict[int, Path]:

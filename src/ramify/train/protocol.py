@@ -69,7 +69,10 @@ class CopiedRequest(RankRequest, frozen=True, kw_only=True):
 
 
 class CheckpointRequest(RankRequest, frozen=True, kw_only=True):
-    """`checkpoint`: the checkpoint of `step` is complete; the reply comes once it is the end of the history."""
+    """`checkpoint`: the checkpoint of `step` is complete; the reply comes once it is the end of the history.
+
+    It holds the values of the metric `checkpoint.keep_best` by step.
+    """
 
     step: int
     directory: str

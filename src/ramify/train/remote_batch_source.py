@@ -125,10 +125,10 @@ class RemoteBatchSource(BatchSource):
                 return str(error)
             raise
 
-    def commit_checkpoint(self, step: int, directory: str, digest: str) -> None:
-        """Report that the checkpoint of a step is complete."""
+    def commit_checkpoint(self, step: int, directory: str, digest: str) -> Mapping[int, float]:
+        """Report that the checkpoint of a step is complete; return the values of `checkpoint.keep_best` by step."""
         request = CheckpointRequest(**self._sender, step=step, directory=directory, digest=digest)
-        self._call_with_retries("checkpoint", request)
+        return self._call_with_retries("checkpoint", request).decode(dict[int, float])
 
     def report_unsaved(self, step: int, message: str) -> None:
         """Report that a checkpoint could not be saved."""

@@ -205,9 +205,9 @@ class TrainerProcess:
             self.log(f"{error.name}: {message}")
             self.ranks.call_on_first(lambda: self.batch_source.report_unsaved(step, message))
             return last_saved_step
-        self.ranks.call_on_first(
+        values = self.ranks.call_on_first(
             lambda: self.batch_source.commit_checkpoint(step, path.name, compute_manifest_digest(path))
         )
-        checkpoints.remove_before(step, keep_last=self.config.checkpoint.keep_last)
+        checkpoints.remove_before(step, self.config.checkpoint, values)
         self.log(f"checkpoint={step} seconds={time.perf_counter() - started:.3f}")
         return step

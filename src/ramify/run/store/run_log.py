@@ -77,6 +77,12 @@ class RunLog:
             SELECT max(rowid) FROM metrics WHERE name GLOB ? GROUP BY step, name) ORDER BY step, name"""
         return self._store.select_records(lambda row: MetricPoint(row[0], row[1], float(row[2])), query, (glob,))
 
+    def values_by_step(self, name: str | None) -> dict[int, float]:
+        """Return the last value of one metric at each step; nothing for None."""
+        query = "SELECT step, value FROM metrics WHERE name = ? ORDER BY rowid"
+        rows = [] if name is None else self._store.select(query, (name,))
+        return {step: float(value) for step, value in rows}
+
     def events(self, kind: str | None = None) -> list[RunEvent]:
         """Return all events, or the events of one kind, in order."""
         where, values = ("", ()) if kind is None else ("WHERE kind = ?", (kind,))

@@ -132,6 +132,7 @@ class SftConfig(Config):
         if self.trainer.record_token_stats:
             yield "trainer.record_token_stats", "is for rollouts; ramify sft has none"
         yield from find_quantize_problems(self.model, self.trainer)
+        yield from self.checkpoint.find_metric_problem(source.source_name for source in self.eval)
         if not self.datasets:
             yield "data", "names no dataset"
         if len({dataset.weight is None for dataset in self.datasets}) > 1:

@@ -390,7 +390,9 @@ class _SftRun:
                 raise
             self.display.print_line(f"{error.name}: {error.message}; training continues without this checkpoint")
             return
-        self.checkpoints.remove_before(self.steps_done, keep_last=self.config.checkpoint.keep_last)
+        config = self.config.checkpoint
+        values = self.run_log.values_by_step(config.keep_best) if self.run_log is not None else {}
+        self.checkpoints.remove_before(self.steps_done, config, self.ranks.broadcast(values))
 
 
 @contextlib.contextmanager
