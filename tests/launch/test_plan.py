@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from ramify.core.errors import ConfigInvalid, PortTaken
 from ramify.infer.config import ServeConfig
@@ -121,6 +122,27 @@ def test_plan_says_who_runs_on_which_gpu_and_why(tmp_path):
     assert any(line.startswith("  inference/1: GPU 2, ") for line in lines)
     assert "trainer: 1 rank, as launch.trainer_gpus says" in lines
     assert "idle: GPU 3 of here" in lines
+
+
+def test_environment_variables_are_set_by_role(tmp_path):
+    env = {"all": {"LOG": "info", "OMP_NUM_THREADS": 3}, "trainer": {"LOG": "debug"}, "env_servers": {"SHOP": "x"}}
+    run = config(tmp_path, models={"judge": {"name": "tiny"}}, launch={"env": {**env, "models": {"A": "1"}}})
+    specs = plan_here(run).process_specs
+    variables = {spec.name.split("/")[0]: {k: spec.env.get(k) for k in ("LOG", "SHOP", "A")} for spec in specs}
+    assert {spec.env["OMP_NUM_THREADS"] for spec in specs} == {"3"}
+    assert variables == {
+        "orchestrator": {"LOG": "info", "SHOP": None, "A": None},
+        "trainer": {"LOG": "debug", "SHOP": None, "A": None},
+        "inference": {"LOG": "info", "SHOP": None, "A": None},
+        "models": {"LOG": "info", "SHOP": None, "A": "1"},
+        "env": {"LOG": "info", "SHOP": "x", "A": None},
+    }
+
+
+@pytest.mark.parametrize("name", ["RAMIFY_SECRET", "CUDA_VISIBLE_DEVICES", "A=B"])
+def test_environment_variables_that_the_run_sets_are_refused(tmp_path, name):
+    with pytest.raises(ValidationError, match=r"launch\.env|set by the run|expected the name"):
+        config(tmp_path, launch={"env": {"all": {name: "1"}}})
 
 
 def test_roles_and_preloaded_modules(tmp_path):

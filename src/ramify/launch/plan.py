@@ -242,7 +242,7 @@ class _PlanBuilder:
             name,
             (),
             config.path / "logs" / f"{demand.file_stem}.log",
-            env={**_build_thread_variables(demand.cores), **self._build_sharing_variables(name), **self.secret_env},
+            env={**self._build_variables(demand), **self._build_sharing_variables(name), **self.secret_env},
             ready_timeout=config.launch.startup_timeout,
             num_ranks=demand.num_ranks,
             placement=PlacementRequest(
@@ -273,7 +273,7 @@ class _PlanBuilder:
             (*RAMIFY_COMMAND, "orchestrator", "@", str(file)),
             config.path / "logs" / "orchestrator.log",
             ProcessRole.LEADER,
-            env={**_build_thread_variables(demand.cores), RESERVED_PORTS_VARIABLE: ports, **self.secret_env},
+            env={**self._build_variables(demand), RESERVED_PORTS_VARIABLE: ports, **self.secret_env},
             address=f"{self.status_address}/health",
             ready_timeout=2 * config.launch.startup_timeout,  # it waits for engines, then for env servers
             hang_timeout=config.launch.hang_timeout,
@@ -396,6 +396,10 @@ class _PlanBuilder:
         """Return the directory for what a process writes: the run directory, which only processes on the head reach."""
         return self.config.path.absolute() if self._is_on_head(slot) else slot.directory
 
+    def _build_variables(self, demand: ProcessDemand) -> dict[str, str]:
+        """Return the variables that limit a process to its cores, and those that the configuration sets."""
+        return {**_build_thread_variables(demand.cores), **self.config.launch.env.get_variables(_get_role(demand.name))}
+
     def _build_sharing_variables(self, name: str) -> dict[str, str]:
         """Return variables for a trainer and engines on one GPU: engines wait during a step, and keep their memory."""
         others = self.engine_names if name == TRAINER else (TRAINER,)
@@ -443,6 +447,12 @@ def _with_default_pools(config: RunConfig) -> RunConfig:
 def _get_service(name: str) -> str:
     """Return the key of a process in the address book: `env/train/words` for `env/train/words/3`."""
     return name if name.startswith(MODEL_PREFIX) else name.rpartition("/")[0]
+
+
+def _get_role(name: str) -> str:
+    """Return the key of `launch.env` for the process with this name."""
+    roles = {ENGINE_PREFIX: "engines", MODEL_PREFIX: "models", ENV_PREFIX: "env_servers"}
+    return next((role for prefix, role in roles.items() if name.startswith(prefix)), name)
 
 
 def _make_absolute(model_name: str) -> str:

@@ -27,7 +27,8 @@ from ramify.model.render.config import RendererConfig, TemplateRendererConfig
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.cluster_config import ClusterConfig, EnginePlacementConfig
 from ramify.orchestrate.curriculum import DifficultyConfig, ShuffleConfig
-from ramify.rollout.config import check_source_names
+from ramify.orchestrate.launch_config import LaunchConfig
+from ramify.rollout.config import SharedSourceSettings, check_source_names
 from ramify.rollout.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.rollout.evals.config import EndpointConfig, EvalSourceConfig
 from ramify.run.store.run_name import default_run_name
@@ -200,29 +201,6 @@ class OrchestratorConfig(Config):
         return AdmissionLimits.from_max_staleness(self.batch_size // self.group_size, self.max_staleness)
 
 
-class LaunchConfig(Config):
-    """How the processes of a run are started and supervised."""
-
-    gpu_placement: Literal["auto", "split", "colocated"] = "auto"
-    """Placement of engines and trainer: on separate GPUs (`split`), on the same GPUs (`colocated`), or `auto`: split if
-    there are enough GPUs."""
-    trainer_gpus: int | None = Field(default=None, ge=1)
-    """GPUs of the trainer, with one rank each. Default: the fewest that hold its state, at least one per eight GPUs, at
-    most half of all; if the number of engines is set, all that they leave."""
-    inference_gpus: int | None = Field(default=None, ge=1)
-    """GPUs of all engines of the policy together. Default: all that the trainer and other models leave."""
-    base_port: int = Field(default=0, ge=0, le=60000)
-    """Train source i listens on base_port + i, eval source i on base_port + 1000 + i. 0 picks free ports."""
-    startup_timeout: float = Field(default=600.0, gt=0)
-    """Seconds until every process must be ready."""
-    hang_timeout: float = Field(default=60.0, gt=0)
-    """Seconds without an answer after which the orchestrator counts as hung: it is killed and restarted."""
-    max_restarts: int = Field(default=10, ge=0)
-    """Restarts allowed per process and hour."""
-    grace_period: float = Field(default=120.0, gt=0)
-    """Seconds to wait for a last checkpoint of a run that is stopped, or for the last weights of a finished one."""
-
-
 class WandbConfig(Config):
     """Weights & Biases."""
 
@@ -264,7 +242,7 @@ class MonitorConfig(Config):
     samples: RolloutSamplesConfig = RolloutSamplesConfig()
 
 
-class RunConfig(Config):
+class RunConfig(SharedSourceSettings):
     """`ramify rl`."""
 
     common_keys: ClassVar = (

@@ -1,11 +1,14 @@
 """Configuration of a source of rollouts: the environment, the sampling parameters and the limits of an attempt."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
 from ramify.core.config import Config
+from ramify.core.config.base import merge_tables
+from ramify.core.config.schema import is_dict, is_list
 from ramify.core.names import find_duplicates
 from ramify.infer.gateway.config import AGENT_TIMEOUT, RolloutLimits, SamplingConfig
 
@@ -82,6 +85,60 @@ class SourceConfig(Config):
     def limits(self) -> RolloutLimits:
         """The limits on turns and tokens of one rollout."""
         return RolloutLimits(**{name: getattr(self, name) for name in RolloutLimits.model_fields})
+
+
+class SharedSourceSettings(Config):
+    """The tables `[sampling]`, `[harness]` and `[runtime]` of a configuration with several sources.
+
+    Every source inherits them and overrides them key by key. A source with another harness or runtime than the shared
+    one inherits nothing of it.
+    """
+
+    source_kinds: ClassVar[Sequence[str]] = ("train", "eval")
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling parameters of all sources, unless a source sets others."""
+    harness: dict[str, Any] = {}
+    """The harness of all sources, unless a source sets another one or other keys."""
+    runtime: dict[str, Any] = {}
+    """The runtime of all sources, unless a source sets another one or other keys."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sources_inherit(cls, data: Any) -> Any:
+        if not is_dict(data):
+            return data
+        shared = {key: _dump_shared_table(key, data.get(key)) for key in ("sampling", "harness", "runtime")}
+        inherited = {key: table for key, table in shared.items() if table}
+        sources: dict[str, Any] = {key: data[key] for key in cls.source_kinds if is_list(data.get(key))}
+        return {**data, **{key: [_inherit(source, inherited) for source in value] for key, value in sources.items()}}
+
+
+def _dump_shared_table(key: str, table: Any) -> dict[str, Any]:
+    """Return the keys of a shared table that are set; none if it is invalid, which is reported only once, for it."""
+    if isinstance(table, SamplingConfig):
+        return table.model_dump(exclude_unset=True)
+    return table if is_dict(table) and (key != "sampling" or _is_valid_sampling(table)) else {}
+
+
+def _is_valid_sampling(table: dict[str, Any]) -> bool:
+    try:
+        SamplingConfig.model_validate(table)
+    except ValidationError:
+        return False
+    return True
+
+
+def _inherit(source: Any, shared: dict[str, dict[str, Any]]) -> Any:
+    """Return the table of a source with the shared keys that it does not set."""
+    if not is_dict(source):
+        return source
+    inherited: dict[str, Any] = {}
+    for key, table in shared.items():
+        own = source.get(key, {})
+        if is_dict(own) and ("id" not in own or own["id"] == table.get("id", own["id"])):
+            inherited[key] = merge_tables(table, own)
+    return {**source, **inherited}
 
 
 def check_source_names(sources: list[S]) -> list[S]:

@@ -1,0 +1,96 @@
+"""`[sampling]`, `[harness]` and `[runtime]` at the top of a run's configuration reach every source."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ramify.core.config import dump_toml, parse
+from ramify.core.errors import ConfigInvalid
+from ramify.orchestrate.run_config import RunConfig
+
+SHARED = """
+[sampling]
+temperature = 0.8
+max_tokens = 64
+
+[harness]
+id = "bash"
+timeout = 100
+
+[runtime]
+id = "sandbox"
+memory_mb = 512
+
+[[train]]
+taskset = { id = "reverse-text" }
+
+[[train]]
+name = "other"
+taskset = { id = "reverse-text" }
+sampling = { max_tokens = 128 }
+harness = { timeout = 50 }
+runtime = { id = "local" }
+
+[[eval]]
+taskset = { id = "reverse-text" }
+sampling = { top_p = 0.9 }
+harness = { id = "chat" }
+"""
+
+
+def parse_text(tmp_path: Path, text: str, *args: str) -> RunConfig:
+    (tmp_path / "run.toml").write_text(text)
+    return parse(RunConfig, ["@", str(tmp_path / "run.toml"), *args])
+
+
+def test_sources_inherit_the_shared_tables_and_override_them_key_by_key(tmp_path):
+    config = parse_text(tmp_path, SHARED)
+    dumped = tomllib.loads(dump_toml(config))
+    first, other, held_out = [*dumped["train"], *dumped["eval"]]
+    sampling = [(source["sampling"]["temperature"], source["sampling"]["max_tokens"]) for source in (first, other)]
+    assert sampling == [(0.8, 64), (0.8, 128)]
+    assert held_out["sampling"]["top_p"] == 0.9
+    assert held_out["sampling"]["max_tokens"] == 64
+    assert [source["harness"] for source in (first, other)] == [
+        {"id": "bash", "timeout": 100},
+        {"id": "bash", "timeout": 50},
+    ]
+    assert held_out["harness"] == {"id": "chat"}  # another harness has other keys
+    assert [source["runtime"]["id"] for source in (first, other, held_out)] == ["sandbox", "local", "sandbox"]
+    assert parse_text(tmp_path, dump_toml(config)) == config
+
+
+def test_a_shared_table_without_id_applies_to_the_harness_of_each_source(tmp_path):
+    config = parse_text(tmp_path, '[harness]\ntimeout = 9\n[[train]]\ntaskset.id = "a"\nharness.id = "bash"')
+    assert config.train[0].harness == {"id": "bash", "timeout": 9}
+
+
+def test_flags_set_shared_tables(tmp_path):
+    config = parse_text(tmp_path, SHARED, "--sampling.max_tokens", "32", "--train.0.sampling.temperature", "0.5")
+    assert [source.sampling.max_tokens for source in (*config.train, *config.eval)] == [32, 128, 32]
+    assert [source.sampling.temperature for source in (*config.train, *config.eval)] == [0.5, 0.8, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("temprature = 1", r"^sampling\.temprature: unknown key; did you mean sampling\.temperature\?"),
+        ('temperature = "hot"', r"^sampling\.temperature: expected a valid number, got 'hot' \(\S*run.toml\)$"),
+        ("top_p = 0.5", r"^train\.0\.sampling\.top_p: 0\.5 cannot be trained on, expected 1"),
+    ],
+)
+def test_wrong_shared_key_is_reported_once(tmp_path, line, message):
+    with pytest.raises(ConfigInvalid, match=message):
+        parse_text(tmp_path, f'[sampling]\n{line}\n[[train]]\ntaskset.id = "reverse-text"')
+
+
+def test_example_for_slurm_adds_to_the_example_for_two_gpus():
+    math = Path(__file__).parents[2] / "examples" / "math"
+    config = parse(
+        RunConfig, ["@", str(math / "rl_gpu.toml"), "@", str(math / "slurm.toml"), "--cluster.launcher", "ray"]
+    )
+    assert {source.sampling.max_tokens for source in (*config.train, *config.eval)} == {1024}
+    assert config.cluster.slurm.partition == "gpu"
+    assert [sink.type for sink in config.monitor.sinks] == ["tensorboard"]
+    assert config.launch.env.get_variables("trainer") == {"NCCL_DEBUG": "WARN"}
