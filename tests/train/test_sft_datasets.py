@@ -8,10 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.core.config import dump_toml, parse
+from ramify.core.config import CONFIG_FILE, dump_toml, parse, write_toml
 from ramify.core.errors import ConfigInvalid
 from ramify.train.sft.config import SftConfig
-from ramify.train.sft.plan import ExampleOrder, build_sft_plan, describe_plan, divide_by_weight
+from ramify.train.sft.pinned_data import get_sft_path, pin_sft_datasets
+from ramify.train.sft.plan import (
+    ExampleOrder,
+    build_sft_plan,
+    describe_plan,
+    divide_by_weight,
+)
+from tests.support.hub import serve_hub
 
 
 def write_pairs(path: Path, count: int, **columns: str) -> str:
@@ -120,3 +127,48 @@ def test_wrong_tables_are_reported_with_their_keys(tmp_path, text, message):
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(ConfigInvalid, match=message):
         parse(SftConfig, ["@", str(tmp_path / "run.toml")])
+
+
+def make_chats(word: str) -> bytes:
+    rows = [{"prompt": f"{word} {number}", "completion": "yes"} for number in range(4)]
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def test_datasets_of_the_hub_are_pinned_for_training_validation_and_evals(tmp_path, monkeypatch):
+    with serve_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+        repo = hub.add(
+            "datasets", "org/chats", {f"{part}.jsonl": make_chats(part) for part in ("train", "test", "dev")}
+        )
+        first = repo.refs["main"]
+        config = make_config(
+            tmp_path,
+            {"path": "org/chats", "part": "train"},
+            validation={"path": "org/chats", "part": "dev"},
+            eval=[{"taskset": {"id": "dataset", "path": "org/chats", "part": "test"}}],
+        )
+        with pytest.raises(ConfigInvalid, match="'ramify data org/chats' downloads"):
+            build_sft_plan(pin_sft_datasets(config, fresh=False, log=None))
+        pinned = pin_sft_datasets(config, fresh=False, log=lambda line: None)
+        assert sorted(hub.sent) == ["dev.jsonl", "test.jsonl", "train.jsonl"]
+        assert pinned.datasets[0].revision == pinned.validation.revision == pinned.eval[0].taskset["revision"] == first
+        plan = build_sft_plan(pinned)
+        assert plan.path == get_sft_path(config)
+        assert plan.validation[0].messages[0].content == "dev 0"
+        write_toml(pinned, plan.path / CONFIG_FILE)
+
+        second = repo.commit({"train.jsonl": make_chats("new"), "dev.jsonl": make_chats("new"), "test.jsonl": b""})
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
+        assert pin_sft_datasets(config, fresh=False, log=lambda line: None) == pinned
+        moved = config.model_copy(
+            update={"name": plan.path.name, "data": config.data.model_copy(update={"revision": "main"})}
+        )
+        with pytest.raises(ConfigInvalid, match=f"data.revision: org/chats at 'main' is now {second[:12]}"):
+            pin_sft_datasets(moved, fresh=False, log=lambda line: None)
+        assert pin_sft_datasets(moved, fresh=True, log=lambda line: None).datasets[0].revision == second
+
+
+def test_evals_inherit_shared_tables(tmp_path):
+    config = make_config(tmp_path, {"path": "a"}, sampling={"max_tokens": 8}, eval=[{"taskset": {"id": "wordle"}}])
+    assert config.eval[0].sampling.max_tokens == 8

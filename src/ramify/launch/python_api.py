@@ -89,6 +89,7 @@ def sft(
     loop (in a notebook), plainly or with `await`, and blocks in both cases. `display` shows the progress.
     """
     from ramify.train.sft.display import SftContent  # loaded only where it is needed
+    from ramify.train.sft.pinned_data import pin_sft_datasets
     from ramify.train.sft.run import run_sft
 
     if settings or not isinstance(config, SftConfig):
@@ -100,6 +101,7 @@ def sft(
             output = Path(table.get("output", "outputs"))
             table["eval"] = [_with_taskset_table(source, output) for source in table["eval"]]
         config = parse_section(SftConfig, table, key="sft")
+    config = pin_sft_datasets(config, fresh=fresh, log=print_to_stderr)
     display = display or choose_api_display(SftContent())
     return run_sft(config, fresh=fresh, display=display, evals=RolloutEvals.from_config(config))
 

@@ -157,7 +157,12 @@ def find_missing_dataset(taskset: dict[str, Any]) -> str | None:
 
 
 def pin_taskset(
-    table: dict[str, Any], previous: dict[str, Any] | None, *, key: str, log: Log | None, accept_changes: bool
+    table: dict[str, Any],
+    previous: dict[str, Any] | None,
+    *,
+    key: str,
+    log: Log | None,
+    accept_changes: bool | None = None,
 ) -> dict[str, Any]:
     """Return the table of a taskset with the commit of its dataset as `revision`, see `pin_dataset`.
 

@@ -10,7 +10,7 @@ from ramify.core.config import Config, RunName
 from ramify.env.tasksets.data_config import DataColumnsConfig, DataFilesConfig
 from ramify.infer.config import EngineConfig, ManagedInferenceConfig
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
-from ramify.rollout.config import check_source_names
+from ramify.rollout.config import SharedSourceSettings, check_source_names
 from ramify.rollout.evals.config import EvalSourceConfig
 from ramify.train.config import (
     CheckpointConfig,
@@ -73,9 +73,10 @@ class SftValidationConfig(Config):
         return self.path is not None or self.fraction > 0
 
 
-class SftConfig(Config):
+class SftConfig(SharedSourceSettings):
     """`ramify sft`: a model, conversations, and how it is trained on them."""
 
+    source_kinds: ClassVar = ("eval",)
     common_keys: ClassVar = (
         "model.name",
         "data.path",

@@ -1,6 +1,5 @@
 """The plan of an SFT run: its directory, its conversations and its steps. Importable without torch."""
 
-import contextlib
 import hashlib
 import itertools
 import math
@@ -15,19 +14,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ramify.core.config import CONFIG_FILE, read_stored_config
 from ramify.core.errors import ConfigInvalid
-from ramify.core.hub import Log
 from ramify.core.names import format_count
 from ramify.env.tasksets.data_files import read_rows
-from ramify.env.tasksets.data_selection import pin_dataset
 from ramify.model.image_support import find_image_problem
 from ramify.model.render import Renderer, load_renderer
 from ramify.model.resolve import resolve_model_path
-from ramify.run.store import default_run_name
 from ramify.train.sft.config import SftConfig, SftDataConfig
 from ramify.train.sft.conversations import SftConversation, parse_conversations
 from ramify.train.sft.forests import build_sft_forest, has_recorded_tokens
+from ramify.train.sft.pinned_data import get_sft_path
 
 
 class ExampleOrder:
@@ -109,32 +105,6 @@ class SftPlan:
         """Return the steps of the whole run, of which `steps_done` have trained on `examples_seen` examples."""
         total = steps_done + math.ceil(max(0, len(self.order) - examples_seen) / config.batch_size)
         return total if config.max_steps is None else min(total, config.max_steps)
-
-
-def get_sft_path(config: SftConfig) -> Path:
-    """Return the directory of the run."""
-    names = "+".join(Path(dataset.path).name for dataset in config.datasets)
-    return config.output / (config.name or default_run_name(names, config.model.name, config.identity))
-
-
-def pin_sft_datasets(config: SftConfig, *, fresh: bool, log: Log | None) -> SftConfig:
-    """Return the configuration with the commit of each dataset of the hub, see `pin_dataset`."""
-    path, previous = get_sft_path(config), None
-    with contextlib.suppress(ConfigInvalid):  # there was no start before
-        previous = None if fresh else read_stored_config(SftConfig, path / CONFIG_FILE)
-
-    def pin(dataset: SftDataConfig, before: SftDataConfig | None, key: str) -> SftDataConfig:
-        commit = pin_dataset(dataset, before, key=key, log=log)
-        return dataset if commit is None else dataset.model_copy(update={"revision": commit})
-
-    befores = itertools.chain(previous.datasets if previous else (), itertools.repeat(None))
-    pinned = [pin(dataset, before, "data") for dataset, before in zip(config.datasets, befores)]
-    update: dict[str, Any] = {"data": pinned if isinstance(config.data, list) else pinned[0]}
-    if (validation := config.validation_data) is not None:
-        dataset = pin(validation, previous and previous.validation_data, "validation")
-        update["validation"] = config.validation.model_copy(update={"revision": dataset.revision})
-    name = str(path.relative_to(config.output))  # the default name does not depend on the commit
-    return config if update == {"data": config.data} else config.model_copy(update={**update, "name": name})
 
 
 def build_sft_plan(config: SftConfig) -> SftPlan:

@@ -23,7 +23,6 @@ import torch
 from ramify.core.config import CONFIG_FILE, write_toml
 from ramify.core.display import Display
 from ramify.core.errors import OperationInvalid, RamifyError, StorageFull
-from ramify.core.hub import print_to_stderr
 from ramify.core.interactive import AwaitableResult
 from ramify.core.names import format_count
 from ramify.model.resolve import fetch_model
@@ -41,7 +40,7 @@ from ramify.train.sft.config import SftConfig
 from ramify.train.sft.conversations import SftConversation
 from ramify.train.sft.display import SftDisplay, StepProgress
 from ramify.train.sft.forests import build_sft_forest
-from ramify.train.sft.plan import SftPlan, build_sft_plan, pin_sft_datasets
+from ramify.train.sft.plan import SftPlan, build_sft_plan
 from ramify.train.trainer import PendingStep, Trainer
 
 SWITCH_INTERVAL = 0.001  # seconds; with Python's 5 ms a thread that launches kernels waits too long for the GIL
@@ -167,7 +166,6 @@ def run_sft(
     if config.eval and evals is None:
         raise OperationInvalid("eval: this run has evals, which rf.sft and ramify sft run")
     fetch_model(config.model.name)
-    config = pin_sft_datasets(config, fresh=fresh, log=print_to_stderr)
     plan = build_sft_plan(config)
     with init_distributed(config.trainer) as ranks, contextlib.ExitStack() as stack:
         active_display = stack.enter_context(display if display is not None and ranks.is_first else Display())
