@@ -52,6 +52,16 @@ def create_sealed_file(name: str, content: bytes) -> int:
     return fd
 
 
+def read_message(control: socket.socket) -> bytes | None:
+    """Return the next message, None if there is none yet, and an empty one if the other end is closed."""
+    try:
+        return control.recv(MAX_MESSAGE_BYTES)
+    except BlockingIOError:
+        return None
+    except ConnectionError:
+        return b""
+
+
 class SandboxChannel:
     """Sends requests to a sandbox and passes its replies to the handlers of their ids.
 
@@ -131,12 +141,9 @@ class SandboxChannel:
             os.close(request_fd)
 
     def _read(self) -> None:
-        try:
-            data = self._control.recv(MAX_MESSAGE_BYTES)
-        except BlockingIOError:
+        data = read_message(self._control)
+        if data is None:
             return
-        except ConnectionError:
-            data = b""
         if not data:
             self.close()
             return

@@ -36,7 +36,13 @@ from ramify.rollout.runtime.bwrap import (
 )
 from ramify.rollout.runtime.config import PreloadConfig, SandboxRuntimeConfig
 from ramify.rollout.runtime.running_sandbox import MAX_REASON_BYTES, STOP_TIMEOUT, RunningSandbox
-from ramify.rollout.runtime.sandbox_process import MAX_MESSAGE_BYTES, SEND_INTERVAL, SandboxChannel, create_sealed_file
+from ramify.rollout.runtime.sandbox_process import (
+    MAX_MESSAGE_BYTES,
+    SEND_INTERVAL,
+    SandboxChannel,
+    create_sealed_file,
+    read_message,
+)
 
 TRANSIENT_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.ENFILE)  # a later fork may succeed
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
@@ -266,12 +272,9 @@ class RunningTemplate:
 
     def _read(self) -> None:
         assert self._control is not None
-        try:
-            data = self._control.recv(MAX_MESSAGE_BYTES)
-        except BlockingIOError:
+        data = read_message(self._control)
+        if data is None:
             return
-        except ConnectionError:
-            data = b""
         if not data:
             self._close()
             return
