@@ -406,6 +406,16 @@ async def test_canary_of_a_rollout_is_found_by_no_other():
 
 # -- where sandboxes cannot be forked ---------------------------------------------------------------------------------
 
+async def test_use_of_a_template_is_logged_once(caplog):
+    with caplog.at_level(logging.INFO, "ramify.runtimes"):
+        async with open_template() as open_one:
+            for _ in range(2):
+                async with open_one():
+                    pass
+    messages = [record.message for record in caplog.records if record.name == "ramify.runtimes"]
+    assert messages == ["sandboxes are forked from a template that has imported json"]
+
+
 REFUSED = {
     "started threads": "import threading, time; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()",
     "all forks would share: ": "import mmap; memory = mmap.mmap(-1, 4096)",

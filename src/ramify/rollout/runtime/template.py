@@ -123,6 +123,7 @@ class SandboxTemplate:
             await running.stop()
             self.refuse(reason)
             return None
+        _logger.info("sandboxes are forked from a template that has imported %s", ", ".join(self.preload.modules))
         return running
 
     def refuse(self, reason: str) -> None:
