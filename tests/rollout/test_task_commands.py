@@ -33,7 +33,9 @@ async def test_failed_command_ends_the_attempt_and_is_named():
     task = rf.Task(prompt="go", setup=("true", "echo no such package; exit 7"))
     trace = await run_one(load_env(CommandTaskset), ["done"], task)
     assert error_names(trace) == ["EnvironmentFault"]
-    assert "task.setup[1] exited with 7" in trace.errors[0].message and "no such package" in trace.errors[0].message
+    first_line, output = trace.errors[0].message.split("\n")
+    assert "task.setup[1] exited with 7" in first_line and "; correct task.setup, or add" in first_line
+    assert output == "no such package"
 
 
 async def test_command_that_does_not_end_is_stopped():

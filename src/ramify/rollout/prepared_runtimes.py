@@ -62,9 +62,10 @@ async def run_commands(runtime: Runtime, key: str, commands: Sequence[str], *, t
         fields = {"id": rollout_id, "key": f"{key}[{index}]", "command": command, "exit_code": result.returncode}
         _logger.info(format_event("command ended", **fields, seconds=time.monotonic() - start, output=output))
         if result.timed_out:
-            raise EnvironmentFault(f"{key}[{index}] did not end in {timeout:g} s: {command}")
+            raise EnvironmentFault(f"{key}[{index}] did not end in {timeout:g} s: {command}; raise timeouts.setup")
         if result.returncode:
-            raise EnvironmentFault(f"{key}[{index}] exited with {result.returncode}: {command}\n{output}")
+            advice = f"correct {key}, or add what the command needs to the image or to the commands before it"
+            raise EnvironmentFault(f"{key}[{index}] exited with {result.returncode}: {command}; {advice}\n{output}")
 
 
 T = TypeVar("T")

@@ -406,6 +406,7 @@ async def test_canary_of_a_rollout_is_found_by_no_other():
 
 # -- where sandboxes cannot be forked ---------------------------------------------------------------------------------
 
+
 async def test_use_of_a_template_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, "ramify.runtimes"):
         async with open_template() as open_one:

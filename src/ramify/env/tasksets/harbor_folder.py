@@ -165,8 +165,11 @@ def find_folders(root: Path) -> list[HarborFolder]:
     names = sorted(file.parent.relative_to(root).as_posix() for file in root.rglob("task.toml"))
     if not names:
         older = next(root.rglob("task.yaml"), None)
-        hint = "; folders with task.yaml are converted by `harbor task migrate`" if older else ""
-        raise ConfigInvalid(f"harbor: {root} has no folder with a task.toml{hint}")
+        hint = (
+            "folders with task.yaml are converted by `harbor task migrate`" if older else "expected a folder of tasks"
+        )
+        problem = "has no folder with a task.toml" if root.exists() else "does not exist"
+        raise ConfigInvalid(f"taskset.path: {root} {problem}; {hint}")
     return [HarborFolder(root, name) for name in names]
 
 

@@ -104,7 +104,10 @@ def _read_lines(path: Path) -> Iterator[str]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except OSError as error:
-        raise ConfigInvalid(f"reverse-text: path {path} cannot be read: {error.strerror}") from error
+        raise ConfigInvalid(
+            f"taskset.path: {path} cannot be read: {error.strerror}; expected a file with one text per line; without "
+            "path, the texts are generated"
+        ) from error
     return (line.strip() for line in lines if line.strip())
 
 

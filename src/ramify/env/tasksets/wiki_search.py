@@ -65,8 +65,10 @@ class ArticleIndex:
     """Articles by title, and their ranking by BM25."""
 
     def __init__(self, articles: Mapping[str, str]) -> None:
-        import bm25s  # here, because it takes a tenth of a second, and most processes only read the config
-
+        try:
+            import bm25s  # here, because it takes a tenth of a second, and most processes only read the config
+        except ImportError as error:
+            raise ConfigInvalid("wiki-search: the package bm25s is missing; run: pip install bm25s") from error
         self.articles = articles
         self.titles = tuple(articles)
         self._ranking = bm25s.BM25()
@@ -221,6 +223,11 @@ def normalize_answer(text: str) -> str:
 
 def load_articles(path: Path) -> dict[str, str]:
     """Read articles by title from a directory of text files or a jsonl file."""
+    if not path.exists():
+        raise ConfigInvalid(
+            f"taskset.path: {path} does not exist; expected a directory of {' or '.join(TEXT_SUFFIXES)} files, or a "
+            "jsonl file with the columns title and text; without path, the articles are generated"
+        )
     pairs = _read_directory(path) if path.is_dir() else _read_columns(path, "title", "text")
     articles: dict[str, str] = {}
     for title, text in pairs:
