@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ramify.cli.commands import COMMANDS, RUN_CONFIG, ConfigCommand, load
+from ramify.cli.plugin_help import find_plugin_topic, format_plugin_help
 from ramify.core.config import Config, add_origins, find_file_hint, parse, parse_component, read_top_level_keys
 from ramify.core.errors import ConfigInvalid
 
@@ -64,6 +65,9 @@ def run_config_command(name: str, argv: Sequence[str], *, owns_process: bool) ->
 
 def _run(name: str, command: ConfigCommand, argv: Sequence[str], reporter: "CrashReporter | None" = None) -> int:
     cls: type[Config] = load(command.config)
+    if topic := find_plugin_topic(argv):
+        print(format_plugin_help(topic, f"ramify {name}"))
+        return 0
     flags, rest = _pop_flags(command, argv)
     args = expand_arguments(name, rest)
     settings: dict[str, Any] = {

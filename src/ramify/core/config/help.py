@@ -93,7 +93,7 @@ def format_help(cls: type[BaseModel], prog: str, section: str | None = None) -> 
     """
     root = HelpKey("", [cls])
     if section is not None:
-        return "\n".join(_format_section(root if section == ALL_KEYS else _find_key(root, section))).lstrip("\n")
+        return "\n".join(format_section(root if section == ALL_KEYS else _find_key(root, section))).lstrip("\n")
     top_keys = [root.get_child(cls, name) for name in cls.model_fields]
     common_keys = [_find_key(root, path) for path in getattr(cls, "common_keys", ())]
     common_paths = {key.path for key in common_keys}
@@ -127,7 +127,7 @@ def _get_default(field: FieldInfo) -> Any:
     return field.get_default(call_default_factory=True, validated_data=None)
 
 
-def _format_section(key: HelpKey) -> Iterator[str]:
+def format_section(key: HelpKey) -> Iterator[str]:
     """Yield the line of a plain key, or the lines of every key of a section, variant by variant."""
     if not key.models:
         yield from _format_key(key, key.text)
