@@ -122,6 +122,15 @@ def test_mixture_of_experts_says_that_routers_are_not_replayed(tmp_path):
 
 @pytest.mark.timeout(600)
 @needs_full
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2"])
+def test_attention_sinks_and_soft_caps_are_trained_and_sampled_alike(tmp_path, model_type):
+    log = run_random_model(tmp_path, model_type, sliding_window=8, initializer_range=0.1)
+    assert "forest: shared prefixes are computed once" in log
+    check_weights(tmp_path)
+
+
+@pytest.mark.timeout(600)
+@needs_full
 def test_qwen3_vl_trains_on_every_rollout_of_color_codeword(tmp_path):
     write_random_qwen3_vl(tmp_path / "random")
     config, _, _ = CONFIG.replace("seq_len = 128", "seq_len = 1536").partition("[[train]]")
