@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from transformers import MixtralConfig, OPTConfig, Phi3Config
+from transformers import Gemma2Config, GptOssConfig, MixtralConfig, OPTConfig, Phi3Config
 
 from ramify.core.errors import ModelUnsupported
 from ramify.model.pack_layout import PackLayout
@@ -90,6 +90,56 @@ def test_dropout_and_router_noise_are_disabled(noise):
     counts = forest.count_by_component()
     model = build_model(config, "eager").eval()
     assert_same_gradients(train_forest(build_policy(config), [forest], counts), train_flat(model, attempts, counts))
+
+
+SMALL = {"vocab_size": VOCAB, "hidden_size": 128, "num_hidden_layers": 2, "initializer_range": 0.1}
+SMALL |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+PUBLISHED_CONFIGS = {  # the attention of gpt-oss-20b and Gemma 2 with fewer heads and layers
+    "gpt-oss": GptOssConfig(
+        **SMALL,
+        intermediate_size=128,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=128,
+        num_local_experts=8,
+        num_experts_per_tok=4,
+    ),
+    "gemma-2": Gemma2Config(
+        **SMALL,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=256,
+        sliding_window=128,
+        query_pre_attn_scalar=256,
+    ),
+}
+
+
+@pytest.mark.promise
+@pytest.mark.full("two minutes")
+@pytest.mark.parametrize("shape", PUBLISHED_CONFIGS)
+def test_with_published_attention_a_forest_is_as_near_to_float64_as_flat_paths(shape):
+    config, errors = PUBLISHED_CONFIGS[shape], {True: 0.0, False: 0.0}
+    for seed in range(12):
+        attempts = build_group(Random(seed), 4, [-1, 0, 1, 0, 2], tokens=90)
+        attempts.append(build_attempt(Random(seed), "r", [-1, 0, -1, 2, 2, -1, 5, 0], tokens=60))
+        forest = build_forest([attempt.sample() for attempt in attempts])
+        counts = forest.count_by_component()
+        exact_model = build_model(config, "eager", seed).double()
+        if shape == "gpt-oss":
+            exact_model.set_experts_implementation("eager")  # which computes in float64
+        exact = train_flat(exact_model, attempts, counts).gradients
+        policy = build_policy(config, seed)
+        for flat in errors:
+            result = train_forest(policy, pack_forests([forest], 400, flat=flat), counts)
+            errors[flat] += sum(
+                float((result.gradients[name] - exact[name]).norm() / exact[name].norm()) for name in exact
+            )
+            if not flat:
+                assert_same_gradients(result, train_flat(build_model(config, "eager", seed), attempts, counts), 3e-5)
+    assert errors[False] <= 1.05 * errors[True]
 
 
 def test_positions_beyond_the_longrope_limit_are_refused():
