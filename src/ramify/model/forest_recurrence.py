@@ -42,7 +42,9 @@ class TrackTables(NamedTuple):
             _pad_rows(np.stack([tracks.first[:-1], tracks.first[1:], tracks.fork], 1), (0, 0, -1)),
             _pad_rows(tracks.fork_first, len(tracks.fork)),
         )
-        tables = cls(*copy_to_device(arrays, device), torch.from_numpy(_pad_rows(tracks.round_first, len(tracks.fork))))
+        chunk_table, track_chunks, track_table, fork_tracks = copy_to_device(arrays, device)
+        rounds = torch.from_numpy(_pad_rows(tracks.round_first, len(tracks.fork)))
+        tables = cls(chunk_table, track_chunks, track_table, fork_tracks, rounds)
         _mark_dynamic(tables)
         return tables
 

@@ -232,7 +232,8 @@ DELTA_RULE_KERNELS = {
     "_compute_outputs",
     "_backward_outputs",
     "_pass_gradients",
-    "_backward_inputs",
+    "_backward_states",
+    "_backward_system",
 }
 CONVOLUTION_KERNELS = {"_convolve", "_backward_rows", "_backward_fork_rows", "_backward_weight"}
 

@@ -26,7 +26,8 @@ LAUNCH_OPTIONS = {
     "_compute_outputs": (64, 4, 2),
     "_backward_outputs": (64, 4, 2),
     "_pass_gradients": (32, 4, 2),
-    "_backward_inputs": (32, 8, 2),
+    "_backward_states": (32, 4, 2),
+    "_backward_system": (32, 4, 2),
 }
 
 
@@ -270,21 +271,17 @@ def _pass_gradients(
 
 
 @triton.jit
-def _backward_inputs(
-    QUERY, KEY, VALUE, U, W, NEW, DECAY, STRENGTH, INVERSE, STATES, GRAD, D_STATES, D_NEW, CHUNKS,
-    D_QUERY, D_KEY, D_VALUE, D_LOG_DECAY, D_STRENGTH, scale,
+def _backward_states(
+    QUERY, KEY, NEW, DECAY, STATES, GRAD, D_STATES, D_NEW, CHUNKS, D_QUERY, D_KEY, D_W, D_DECAY, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the inputs, from the states before each chunk and the gradients of those after it."""
+    """Compute the gradients of queries and W, and the part of those of keys and G that does not come through T."""
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
     key_head, index = head // (HEADS // KEY_HEADS), tl.arange(0, C)
-    inverse = tl.trans(_load_rows(INVERSE, start, stop, head, 0, HEADS, C, C, C))
-    strength = _load_scalars(STRENGTH, start, stop, head, HEADS, C)
     d_query, d_key, d_w = tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32)
-    d_scores, d_system = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    d_strength, state_product = tl.zeros([C], tl.float32), 0.0
+    d_scores, state_product = tl.zeros([C, C], tl.float32), 0.0
     for column in range(0, V, BV):
         state = tl.load(STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
         d_state = tl.load(D_STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
@@ -296,42 +293,66 @@ def _backward_inputs(
         d_w = tl.dot(d_new, tl.trans(state), d_w, input_precision=PRECISION)
         d_scores = tl.dot(grad, tl.trans(new), d_scores, input_precision=PRECISION)
         state_product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32))
+    _store_rows(D_W, -d_w, start, stop, head, 0, HEADS, K, C, K)
+    query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+    key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+    decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+    last = tl.load(DECAY + tl.maximum(stop - 1, 0) * HEADS + head)  # an added row of the table is empty
+    # outputs through S₀, and the state after the chunk
+    d_query = d_query * (tl.exp(decay) * scale)[:, None]
+    d_decay = tl.sum(d_query * query.to(tl.float32), 1)
+    d_key = d_key * tl.exp(tl.minimum(last - decay, 0.0))[:, None]
+    key_product = tl.sum(d_key * key.to(tl.float32), 1)
+    d_decay += tl.where(start + index == stop - 1, tl.sum(key_product) + state_product * tl.exp(last), 0.0)
+    d_decay -= key_product
+    # outputs through the scores within the chunk
+    d_scores = d_scores * _pair_decay(decay, C) * scale
+    products = d_scores * tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    d_decay += tl.sum(products, 1) - tl.sum(products, 0)
+    narrow = d_scores.to(key.dtype)
+    d_query = tl.dot(narrow, key, d_query, input_precision=PRECISION)
+    d_key = tl.dot(tl.trans(narrow), query, d_key, input_precision=PRECISION)
+    _store_rows(D_QUERY, d_query, start, stop, head, 0, HEADS, K, C, K)
+    _store_rows(D_KEY, d_key, start, stop, head, 0, HEADS, K, C, K)
+    row = start + index
+    tl.store(D_DECAY + row * HEADS + head, d_decay, mask=row < stop)
+
+
+@triton.jit
+def _backward_system(
+    KEY, VALUE, U, W, DECAY, STRENGTH, INVERSE, D_NEW, D_W, D_KEY_STATES, D_DECAY, CHUNKS,
+    D_KEY, D_VALUE, D_LOG_DECAY, D_STRENGTH,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take the gradients of U and W through the triangular system, and add those of `_backward_states`."""
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+    index = tl.arange(0, C)
+    inverse = tl.trans(_load_rows(INVERSE, start, stop, head, 0, HEADS, C, C, C))
+    strength = _load_scalars(STRENGTH, start, stop, head, HEADS, C)
+    d_system, d_strength = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
+    for column in range(0, V, BV):
+        d_new = _load_rows(D_NEW, start, stop, head, column, HEADS, V, C, BV)
         d_right = tl.dot(inverse, d_new, input_precision=PRECISION)  # the gradient of b·v
         value = _load_rows(VALUE, start, stop, head, column, HEADS, V, C, BV)
         d_strength += tl.sum(d_right * value.to(tl.float32), 1)
         _store_rows(D_VALUE, d_right * strength[:, None], start, stop, head, column, HEADS, V, C, BV)
         u = _load_rows(U, start, stop, head, column, HEADS, V, C, BV)
         d_system = tl.dot(d_right.to(u.dtype), tl.trans(u), d_system, input_precision=PRECISION)
-    query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
-    key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
     w = _load_rows(W, start, stop, head, 0, HEADS, K, C, K)
+    d_w = _load_rows(D_W, start, stop, head, 0, HEADS, K, C, K)
+    d_right = tl.dot(inverse, d_w, input_precision=PRECISION)  # the gradient of b·exp(G)·k
+    d_system = tl.dot(d_right.to(w.dtype), tl.trans(w), d_system, input_precision=PRECISION)
     decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
-    last = tl.load(DECAY + tl.maximum(stop - 1, 0) * HEADS + head)  # an added row of the table is empty
-    pair_decay = _pair_decay(decay, C)
-    # W = T(b·exp(G)·k), with the gradient -d_w
-    d_right_key = -tl.dot(inverse, d_w.to(w.dtype), input_precision=PRECISION)
-    d_system = tl.dot(d_right_key.to(w.dtype), tl.trans(w), d_system, input_precision=PRECISION)
-    d_system = -tl.where(index[:, None] > index[None, :], d_system * pair_decay, 0.0)
+    d_system = -tl.where(index[:, None] > index[None, :], d_system * _pair_decay(decay, C), 0.0)
+    key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
     growth = tl.exp(decay)
-    product = tl.sum(d_right_key * key.to(tl.float32), 1) * growth
+    product = tl.sum(d_right * key.to(tl.float32), 1) * growth
     d_strength += product
-    d_decay = product * strength
-    # outputs through S₀, and the state after the chunk
-    d_query = d_query * (growth * scale)[:, None]
-    d_decay += tl.sum(d_query * query.to(tl.float32), 1)
-    d_key = d_key * tl.exp(tl.minimum(last - decay, 0.0))[:, None]
-    key_product = tl.sum(d_key * key.to(tl.float32), 1)
-    d_decay += tl.where(start + index == stop - 1, tl.sum(key_product) + state_product * tl.exp(last), 0.0)
-    d_decay -= key_product
-    d_key += d_right_key * (strength * growth)[:, None]
-    # outputs through the scores within the chunk
-    d_scores = d_scores * pair_decay * scale
-    products = d_scores * tl.dot(query, tl.trans(key), input_precision=PRECISION)
-    d_decay += tl.sum(products, 1) - tl.sum(products, 0)
-    narrow = d_scores.to(key.dtype)
-    d_query = tl.dot(narrow, key, d_query, input_precision=PRECISION)
-    d_key = tl.dot(tl.trans(narrow), query, d_key, input_precision=PRECISION)
-    # the triangular system
+    d_decay = product * strength + _load_scalars(D_DECAY, start, stop, head, HEADS, C)
+    d_key = _load_rows(D_KEY_STATES, start, stop, head, 0, HEADS, K, C, K).to(tl.float32)
+    d_key += d_right * (strength * growth)[:, None]
     products = d_system * tl.dot(key, tl.trans(key), input_precision=PRECISION)
     d_strength += tl.sum(products, 1)
     products = products * strength[:, None]
@@ -339,7 +360,6 @@ def _backward_inputs(
     narrow = (d_system * strength[:, None]).to(key.dtype)
     d_key = tl.dot(narrow, key, d_key, input_precision=PRECISION)
     d_key = tl.dot(tl.trans(narrow), key, d_key, input_precision=PRECISION)
-    _store_rows(D_QUERY, d_query, start, stop, head, 0, HEADS, K, C, K)
     _store_rows(D_KEY, d_key, start, stop, head, 0, HEADS, K, C, K)
     row = start + index
     d_log_decay = tl.sum(d_decay) - tl.cumsum(d_decay, 0) + d_decay
@@ -451,11 +471,19 @@ def gated_delta_rule_backward_op(
             first, num_roots, scale, **constants,
         )  # fmt: skip
     summed = torch.float32 if heads > key_heads else key.dtype  # of the heads that share a key
-    d_query, d_key = (key.new_empty(len(key), heads, key.shape[2], dtype=summed) for _ in range(2))
+    shape = len(key), heads, key.shape[2]
+    d_query, d_key = (key.new_empty(shape, dtype=summed) for _ in range(2))
+    d_key_states, d_w, d_decay = key.new_empty(shape, dtype=torch.float32), torch.empty_like(w), torch.empty_like(decay)
+    constants = _get_constants("_backward_states", sizes, value)
+    _backward_states[heads, len(chunks)](
+        query, key, new, decay, states, grad, d_states, d_new, chunks, d_query, d_key_states, d_w, d_decay, scale,
+        **constants,
+    )  # fmt: skip
     d_value, d_log_decay, d_strength = torch.empty_like(value), torch.empty_like(decay), torch.empty_like(decay)
-    _backward_inputs[heads, len(chunks)](
-        query, key, value, u, w, new, decay, strength, inverse, states, grad, d_states, d_new, chunks,
-        d_query, d_key, d_value, d_log_decay, d_strength, scale, **_get_constants("_backward_inputs", sizes, value),
+    constants = _get_constants("_backward_system", sizes, value)
+    _backward_system[heads, len(chunks)](
+        key, value, u, w, decay, strength, inverse, d_new, d_w, d_key_states, d_decay, chunks,
+        d_key, d_value, d_log_decay, d_strength, **constants,
     )  # fmt: skip
     if heads > key_heads:
         d_query, d_key = (tensor.unflatten(1, (key_heads, -1)).sum(2).to(key.dtype) for tensor in (d_query, d_key))
