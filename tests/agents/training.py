@@ -1,42 +1,21 @@
 """`ramify rl` on rollouts of a program: two steps, and how many tokens they computed."""
 
-import json
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ramify.run.store import Ledger, RunStore
 from ramify.trace import Trace
 from tests.agents.rollouts import build_source
+from tests.support.external_runs import RUN_START, format_table, read_metric
 
 NUM_STEPS = 2
 MAX_TOKEN_RATIO = 1.1
 RL_DEADLINE = 1500  # seconds
-COMMAND_DEADLINE = 60
-RUN_CONFIG = """
-name = "{program}"
-output = "{folder}/outputs"
-max_steps = 2
-seq_len = 45056
-
-[model]
-name = "{model}"
-
-[inference]
-engine = "external"
-base_url = ["{url}"]
-
-[orchestrator]
-batch_size = 4
-group_size = 4
-max_staleness = 1
-
-[trainer]
-pack_tokens = 49152
-optim = {{ lr = 1e-5 }}
-
+RUN_CONFIG = (
+    RUN_START
+    + """
 [[train]]
 name = "agent"
 taskset = {taskset}
@@ -44,6 +23,7 @@ harness = {harness}
 runtime = {runtime}
 sampling = {sampling}
 """
+)
 
 
 @dataclass(frozen=True)
@@ -71,26 +51,16 @@ def train(program: str, programs: Path, url: str, model: Path, folder: Path) -> 
     with (folder / f"{program}.rl.log").open("w") as log:
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT, timeout=RL_DEADLINE)
     run = folder / "outputs" / program
-    metrics = subprocess.run(
-        [sys.executable, "-m", "ramify", "metrics", str(run), "--name", "forest/tokens", "--json"],
-        check=True,
-        capture_output=True,
-        timeout=COMMAND_DEADLINE,
-    )
-    packed = [int(point["value"]) for point in json.loads(metrics.stdout)]
+    packed = [int(tokens) for tokens in read_metric(run, "forest/tokens")]
     assert len(packed) == NUM_STEPS, packed
     return [StepTokens(tokens, *counts) for tokens, counts in zip(packed, count_tokens(run))]
 
 
 def format_run(program: str, programs: Path, url: str, model: Path, folder: Path) -> str:
     """Return the configuration file of the run."""
-    source = {name: _format_inline_table(table) for name, table in build_source(program, programs).items()}
-    return RUN_CONFIG.format(program=program, url=url, model=model, folder=folder, **source)
-
-
-def _format_inline_table(table: dict[str, Any]) -> str:
-    """Return a table of texts, numbers and lists of texts in TOML, which writes these values as JSON does."""
-    return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items()) + " }"
+    source = {name: format_table(table) for name, table in build_source(program, programs).items()}
+    sizes = {"seq_len": 45056, "pack_tokens": 49152}
+    return RUN_CONFIG.format(name=program, url=url, model=model, folder=folder, **source, **sizes)
 
 
 def count_tokens(run: Path) -> list[tuple[int, int]]:

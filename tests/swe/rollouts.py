@@ -19,6 +19,7 @@ from ramify.infer.gateway import Gateway, TokenPolicy
 from ramify.model.render import load_renderer
 from ramify.rollout import Environment, SourceConfig, run_attempt
 from ramify.trace import Trace
+from tests.support.external_runs import RUN_START, format_table, read_metric
 from tests.support.scripted_server import ScriptedServer, run_scripted_server
 from tests.swe.scores import build_source
 from tests.swe.scripts import NUM_REPLIES
@@ -30,28 +31,10 @@ RL_DEADLINE = 900
 POLL_SECONDS = 0.5
 LABEL = ("purpose", "ramify-swe-test")
 SAMPLING = {"temperature": 1.0, "max_tokens": 512}
-RUN_CONFIG = """
-name = "swe"
-output = "{folder}/outputs"
-max_steps = 2
-seq_len = 8192
-
-[model]
-name = "{model}"
-
-[inference]
-engine = "external"
-base_url = ["{url}"]
-
-[orchestrator]
-batch_size = 4
-group_size = 4
-max_staleness = 1
+RUN_CONFIG = (
+    RUN_START
+    + """\
 max_concurrency = 4
-
-[trainer]
-pack_tokens = 16384
-optim = {{ lr = 1e-5 }}
 
 [[train]]
 name = "r2e-gym"
@@ -70,6 +53,7 @@ num_tasks = 1
 repetitions = 4
 interval = 1
 """
+)
 
 
 def serve_script(harness: str, model: Path, folder: Path) -> AbstractContextManager[ScriptedServer]:
@@ -137,8 +121,9 @@ def train(rows: dict[str, Path], runtime: dict[str, Any], url: str, model: Path,
     commands = {"setup": ["python3 --version"], "pre_run": ["echo base is $(git log --format=%s)"]}
     table = {**runtime, **commands, "labels": dict([LABEL]), "max_starts_per_second": 4.0}
     paths = {"r2e": rows["r2e-gym"], "swe_bench": rows["swe-bench"], "folder": folder, "model": model}
+    sizes = {"seq_len": 8192, "pack_tokens": 16384}
     config = folder / "swe.toml"
-    config.write_text(RUN_CONFIG.format(url=url, runtime=format_table(table), **paths))
+    config.write_text(RUN_CONFIG.format(name="swe", url=url, runtime=format_table(table), **paths, **sizes))
     start, labels = time.monotonic(), set[str]()
     with (folder / "swe.rl.log").open("w") as log:
         command = [sys.executable, "-m", "ramify", "rl", "@", str(config)]
@@ -176,21 +161,3 @@ def inspect_labels(engine: str) -> Iterator[str]:
 def run_engine(engine: str, *args: str) -> str:
     """Return the output of a command of the engine."""
     return subprocess.run([engine, *args], capture_output=True, text=True, timeout=60).stdout.strip()
-
-
-def read_metric(run: Path, name: str) -> list[float]:
-    """Return the values of a metric of a run."""
-    command = [sys.executable, "-m", "ramify", "metrics", str(run), "--name", name, "--json"]
-    output = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
-    values = [point["value"] for point in json.loads(output)]
-    assert values, name
-    return values
-
-
-def format_table(table: dict[str, Any]) -> str:
-    """Return a table in TOML, which writes texts, numbers and lists as JSON does."""
-    parts = [
-        f"{key} = {format_table(value) if isinstance(value, dict) else json.dumps(value)}"
-        for key, value in table.items()
-    ]
-    return "{ " + ", ".join(parts) + " }"
