@@ -19,8 +19,10 @@ from ramify.model.tree_attention import (
     MIN_CHAIN_TOKENS,
     BlockMask,
     ChainLengths,
+    TreeMask,
     block_sparse_attention,
     causal_attention,
+    tree_attention,
 )
 from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest, pack_trees, split_forest
 from tests.support import reference_ops as reference
@@ -268,3 +270,12 @@ def test_a_logits_scale_of_one_is_accepted():
     config = LlamaConfig()
     config.logits_scaling = 1.0
     assert choose_pack_layout(config) is PackLayout.FOREST
+
+
+def test_sinks_that_a_config_does_not_show_are_refused():
+    """A mask of plain scores may hold only the lengths of chains, for cuDNN's kernel, which knows no sinks."""
+    end = np.full(4, 4, np.int32)
+    mask = TreeMask(end, np.arange(4, dtype=np.int32), torch.device("cpu"))
+    query = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ModelUnsupported, match="that its config does not show"):
+        tree_attention(torch.nn.Module(), query, query, query, None, tree_mask=mask, s_aux=torch.zeros(2))
