@@ -464,6 +464,24 @@ Keys, the same as for `ramify rl`:""",
             switch("--json", "print JSON"),
         ),
     ),
+    "data": CliCommand(
+        "show the columns, lengths and a sample of a dataset, and which rewards fit; download it from the hub",
+        "ramify.cli.data:run",
+        (
+            option(
+                "path",
+                metavar="PATH",
+                help="a jsonl, parquet, arrow, csv or json file, a directory of them, or ORG/NAME on Hugging Face",
+            ),
+            option("--revision", help="branch, tag or commit of a dataset on Hugging Face (default: main)"),
+            option("--subset", help="subset of a dataset that has several"),
+            option("--part", help="part of a dataset or directory, such as train (default: all)"),
+            option(
+                "-m", dest="model", metavar="MODEL", default="tiny", help="model that counts tokens (default: tiny)"
+            ),
+            option("--rows", type=int, default=1000, metavar="N", help="rows to describe (default: 1000)"),
+        ),
+    ),
     "runtime": CliCommand(
         "list what each runtime can enforce on this machine, or clean up after killed runs",
         "ramify.cli.runtime:run",

@@ -29,6 +29,20 @@ def read_rows(source: DataFilesConfig | str) -> Iterator[DataRow]:
             raise ConfigInvalid(f"dataset: {file} cannot be read: {error}") from error
 
 
+def count_rows(config: DataFilesConfig) -> int:
+    """Return the number of rows."""
+    total = 0
+    for file in list_data_files(config):
+        if file.suffix == ".parquet":
+            total += _import_pyarrow("pyarrow.parquet").ParquetFile(file).metadata.num_rows
+        elif file.suffix == ".jsonl":
+            with file.open("rb") as lines:
+                total += sum(bool(line.strip()) for line in lines)
+        else:
+            total += sum(1 for _ in READERS[file.suffix](file))
+    return total
+
+
 def _read_jsonl(file: Path) -> Iterator[DataRow]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
