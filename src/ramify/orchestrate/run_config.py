@@ -248,8 +248,8 @@ class RunConfig(SharedSourceSettings):
     common_keys: ClassVar = (
         "model.name",
         "train.0.taskset",
-        "train.0.harness",
-        "train.0.sampling.max_tokens",
+        "harness",
+        "sampling.max_tokens",
         "eval.0.taskset",
         "eval.0.interval",
         "orchestrator.batch_size",

@@ -97,11 +97,11 @@ class SharedSourceSettings(Config):
     source_kinds: ClassVar[Sequence[str]] = ("train", "eval")
 
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling parameters of all sources, unless a source sets others."""
+    """Sampling parameters of all sources."""
     harness: dict[str, Any] = {}
-    """The harness of all sources, unless a source sets another one or other keys."""
+    """The harness of all sources. Its `id` and options."""
     runtime: dict[str, Any] = {}
-    """The runtime of all sources, unless a source sets another one or other keys."""
+    """The runtime of all sources. Its `id` and options."""
 
     @model_validator(mode="before")
     @classmethod
