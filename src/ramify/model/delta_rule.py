@@ -8,6 +8,7 @@ adds their gradients of it.
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,8 +53,7 @@ class ChunkBatch:
         return ChunkBatch(self.token_index.to(device), self.place.to(device), self.bounds, parents)
 
 
-@torch.compiler.disable
-def gated_delta_rule(
+def _gated_delta_rule(
     query: Tensor,  # [tokens, key_heads, key_dim], normalized
     key: Tensor,  # the same
     value: Tensor,  # [tokens, heads, value_dim]; heads is a multiple of key_heads
@@ -87,6 +87,9 @@ def gated_delta_rule(
     states, values = _pass_states(new_values, state_keys, last_keys, total_decay[..., -1:, :], chunks)
     out = q * total_decay @ states + (q @ k.mT * pair_decay) @ values
     return out.transpose(1, 2).flatten(0, 1).index_select(0, chunks.place).to(value.dtype)
+
+
+gated_delta_rule: Any = torch.compiler.disable(_gated_delta_rule)
 
 
 def _pass_states(

@@ -113,7 +113,7 @@ class ForestRecurrence:
         inputs = query, key, value, log_decay, strength
         if self.uses_kernels:
             return pass_tracks(*inputs, self.tracks)
-        return gated_delta_rule(*inputs, self.chunks)  # pyright: ignore[reportCallIssue]
+        return gated_delta_rule(*inputs, self.chunks)
 
 
 def convolve_paths(rows: Tensor, weight: Tensor, bias: Tensor | None, paths: PathTables) -> Tensor:

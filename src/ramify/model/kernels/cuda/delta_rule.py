@@ -276,7 +276,7 @@ def _backward_states(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of queries and W, and the part of those of keys and G that does not come through T."""
+    """Compute the gradients of queries and W, and the gradients of keys and G but for what comes through T."""
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
     key_head, index = head // (HEADS // KEY_HEADS), tl.arange(0, C)
@@ -325,7 +325,7 @@ def _backward_system(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the gradients of U and W through the triangular system, and add those of `_backward_states`."""
+    """Take the gradients of U and W through the triangular system, and add what `_backward_states` has left."""
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
     index = tl.arange(0, C)
