@@ -1,8 +1,9 @@
-"""A stand-in for the Hugging Face hub: an HTTP server with the part of its API that a download calls."""
+"""A stand-in for the Hugging Face hub: an HTTP server with the part of its API that downloads and uploads call."""
 
 import json
 import re
 import threading
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 API_PATTERN = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)/(revision|tree)/(.+)")
+UPLOAD_PATTERN = re.compile(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/(.+)")
 FILE_PATTERN = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+|refs/[^/]+/[^/]+)/(.+)")
 
 
@@ -60,6 +62,36 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.respond(body=True)
+
+    def do_POST(self) -> None:
+        """Create a repository, or commit files to a model's branch."""
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = unquote(urlsplit(self.path).path)
+        if path == "/api/repos/create":
+            table = json.loads(data)
+            name = f"{table['organization']}/{table['name']}" if table.get("organization") else table["name"]
+            self.server.add("models", name, {})
+            return self.reply_json({"url": f"{self.server.url}/{name}"})
+        if path == "/api/validate-yaml":  # of a model card
+            return self.reply_json({"errors": [], "warnings": []})
+        match = UPLOAD_PATTERN.fullmatch(path)
+        if match is None:
+            return self.reply(404, b"{}", {}, body=True)
+        name, action, branch = match.groups()
+        if action == "preupload":
+            files = json.loads(data)["files"]
+            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+            return self.reply_json({"files": modes})
+        entries = [json.loads(line) for line in data.splitlines()]
+        files = {
+            entry["value"]["path"]: b64decode(entry["value"]["content"]) for entry in entries if entry["key"] == "file"
+        }
+        commit = self.server.repos["models", name].commit(files, branch)
+        url = f"{self.server.url}/{name}/commit/{commit}"
+        return self.reply_json({"commitUrl": url, "commitOid": commit, "pullRequestUrl": None})
+
+    def reply_json(self, value: object) -> None:
+        self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"}, body=True)
 
     def respond(self, *, body: bool) -> None:
         path = unquote(urlsplit(self.path).path)

@@ -43,6 +43,7 @@ HEAVY_TESTS = (
     "tests/train/",
     "tests/cli/test_doctor.py",
     "tests/cli/test_init.py",
+    "tests/cli/test_push.py",
     "tests/infer/client/test_announced_weights.py",
     "tests/infer/client/test_native_adapter.py",
     "tests/rollout/envserver/test_bad_images.py",  # imports a test of the gateway

@@ -7,31 +7,18 @@ import pytest
 from ramify.core.config import write_toml
 from ramify.core.errors import ModelNotFound
 from ramify.infer.config import ModelConfig, NamedModelConfig, ServeConfig
-from ramify.model.resolve import fetch_model, resolve_model_path
+from ramify.model.resolve import fetch_model
 from ramify.model.weights_manifest import Manifest
-from ramify.run.store import Ledger, open_run
-from ramify.run.store.run_log import RunLog
 from ramify.trace.version import PolicyVersion
 from ramify.train.config import find_best_step
-from ramify.train.sft.config import SftConfig, SftDataConfig
-from tests.support.models import publish_as
+from tests.support.trained_runs import write_trained_run
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A finished run `outputs/first` with the weights of steps 2 and 4, of which step 2 has the higher reward."""
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "outputs" / "first"
-    with open_run(path, {}, fresh=False) as store:
-        Ledger.open(store)
-        for step, value in ((2, 0.75), (4, 0.5), (6, 1.0)):
-            RunLog(store).log_metrics(step, {"eval/held-out/avg": value})
-    write_toml(SftConfig(data=SftDataConfig(path="rows.jsonl")), path / "config.toml")
-    for step in (2, 4):
-        publish_as(path / "weights" / f"0-{step:06}", resolve_model_path("tiny"), PolicyVersion("first", 0, step))
-        (path / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
-        (path / "checkpoints" / f"step_{step:06}" / "checkpoint.json").touch()
-    return path
+    return write_trained_run(tmp_path / "outputs" / "first")
 
 
 @pytest.mark.process

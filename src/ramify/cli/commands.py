@@ -306,6 +306,16 @@ Keys, the most used first:""",
             ),
         ),
     ),
+    "push": CliCommand(
+        "export a run's model with a model card, and upload it to Hugging Face",
+        "ramify.cli.push:run",
+        (
+            RUN,
+            option("--repo", metavar="ORG/NAME", help="upload to this repository, with the token in HF_TOKEN"),
+            switch("--private", "create the repository as a private one"),
+            option("--step", metavar="N|best:METRIC", default="", help="the step (default: the last), as in export"),
+        ),
+    ),
     "rollback": CliCommand(
         "roll a run back to an older checkpoint, if its newest is damaged",
         "ramify.cli.rollback:run",

@@ -1,0 +1,48 @@
+"""`ramify push`: a model with its card, and the upload to a hub."""
+
+import pytest
+
+from ramify.cli import main
+from tests.support.hub import serve_hub
+from tests.support.trained_runs import write_trained_run
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    return write_trained_run(tmp_path / "outputs" / "first")
+
+
+def test_the_card_has_evals_curves_config_data_and_versions(run, capsys):
+    assert main(["push", "first", "--step", "2"]) == 0
+    model = run / "models" / "first-000002"
+    assert capsys.readouterr().out.startswith(f"model of step 2 in outputs/first/models/{model.name}, with its card")
+    card = (model / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "`tiny` after 2 steps of supervised fine-tuning with Ramify, in the run `first`" in card
+    assert "| `eval/held-out/avg` | 0.75 (step 2) | 0.75 (step 2) | 0.75 (step 2) |" in card  # without later steps
+    assert "- dataset `rows.jsonl`" in card
+    assert "batch_size = 32" in card and "ramify " in card and "torch " in card
+    assert "/home/me" not in card
+    assert "![curves](curves.png)" in card and (model / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["push", "first", "--step", "2"]) == 0  # it may be repeated
+
+
+def test_without_a_token_the_directory_is_named(run, capsys):
+    assert main(["push", "first", "--repo", "me/first"]) == 2
+    assert "outputs/first/models/first-000004 was not uploaded: set HF_TOKEN" in capsys.readouterr().err
+    assert (run / "models" / "first-000004" / "README.md").is_file()
+
+
+def test_model_and_card_are_uploaded(run, monkeypatch, capsys):
+    with serve_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_token")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        assert main(["push", "first", "--repo", "me/first"]) == 0
+        assert capsys.readouterr().out.endswith(f"uploaded to {hub.url}/me/first\n")
+        repo = hub.repos["models", "me/first"]
+        files = repo.commits[repo.refs["main"]]
+    model = run / "models" / "first-000004"
+    assert files == {path.name: path.read_bytes() for path in model.iterdir()}
