@@ -52,6 +52,7 @@ HEAVY_TESTS = (
     "tests/orchestrate/test_reference_scores.py",
     "tests/launch/test_sft_evals.py",
     "tests/model/render/test_prompt_images.py",
+    "tests/rl/test_circle.py",
     "tests/rl/test_finished_run.py",
     "tests/rl/test_model_kinds.py",
     "tests/test_api_page.py",

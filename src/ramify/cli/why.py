@@ -90,7 +90,7 @@ def _check_is_rl_run(path: Path) -> None:
     except (OSError, ValueError):  # missing or damaged: the ledger decides
         return
     if "train" not in keys:
-        command = "metrics" if "data" in keys else "show"  # an SFT run has no rollouts, an eval no steps
+        command = "metrics" if "data" in keys else "show"  # an SFT run has no groups, an eval no steps
         raise ConfigInvalid(f"{path} is not an RL run; use 'ramify {command}' for it")
 
 

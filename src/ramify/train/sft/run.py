@@ -259,13 +259,12 @@ class _SftRun:
     def _evaluate_step(self, trainer: Trainer) -> None:
         """Run the evals that are due at this step, on its weights. The last step is evaluated when all is done."""
         if self.steps_done < self.total_steps and self._get_due_evals():
-            path = self._publish(trainer)
-            if trainer.device.type == "cuda":
-                torch.cuda.empty_cache()  # the engine sizes its cache by the free memory
-            self._evaluate(path)
+            self._evaluate(self._publish(trainer))
 
     def _get_due_evals(self, *, is_last: bool = False) -> list[str]:
         """Return the sources that are due at this step, on every rank."""
+        if not self.config.eval:
+            return []
         due = self.evals.get_due_sources(self.steps_done, is_last=is_last) if self.evals is not None else []
         return self.ranks.broadcast(due)
 
@@ -277,6 +276,8 @@ class _SftRun:
         """
         if not (names := self._get_due_evals(is_last=is_last)):
             return
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the engine sizes its cache by the free memory
         with ThreadPoolExecutor(1, thread_name_prefix="evals") as executor:
             future: Future[None] | None = None
             if self.evals is not None:
