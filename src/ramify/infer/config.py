@@ -19,8 +19,8 @@ class ModelConfig(Config):
     """A model by name."""
 
     name: ModelName = "tiny"
-    """A packaged model, a directory, a Hugging Face id, or the model of another run. An id is downloaded if it is not in
-    the local cache. The model of a run is `run:NAME`, `run:NAME@STEP` or `run:NAME@best:METRIC`."""
+    """A packaged model, a directory, a Hugging Face id, or the model of another run. An id is downloaded if it is not
+    in the local cache. The model of a run is `run:NAME`, `run:NAME@STEP` or `run:NAME@best:METRIC`."""
 
 
 class EngineAdaptersConfig(Config):
