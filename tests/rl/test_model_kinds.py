@@ -1,17 +1,20 @@
-"""Random models of other kinds than `tiny`: with linear attention, a mixture of experts, and images."""
+"""Models of other kinds than `tiny`: with linear attention, a mixture of experts, and images."""
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3VLConfig
 
+from ramify.cli import main
 from ramify.model.resolve import resolve_model_path
 from tests.support import environments
 from tests.support.images import QWEN_TOKENS, write_vision_directory
-from tests.support.runs import read_values, run_command
+from tests.support.runs import read_values, run_command, run_with_faults, write_config
 
 pytestmark = pytest.mark.run
 
@@ -44,6 +47,9 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 SIZES |= {"num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+FUSED_HYBRID = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+FUSED_HYBRID |= {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
+REPOSITORY = Path(__file__).parents[2]
 SQUARES = f"""
 [[train]]
 name = "squares"
@@ -109,6 +115,33 @@ def test_hybrid_model_is_trained_on_forests(tmp_path):
     assert "the states of linear_attention layers fork where it does" in log
     assert read_values(tmp_path / "outputs" / "run", "forest/chain_cost") == [1.0, 1.0]
     check_weights(tmp_path)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.full("a run with four kills")
+def test_fused_hybrid_survives_kills_with_states_in_flight(tmp_path):
+    """Snapshots of states end with an engine; every token that is trained is the engine's and the trainer's alike."""
+    write_random_model(tmp_path / "random", "qwen3_5_text", **FUSED_HYBRID)
+    write_config(tmp_path, steps=6, max_staleness=0, interval=1)
+    run_with_faults(tmp_path, ["serve", "trainer", "serve", "orchestrator"], "-m", "random", timeout=600.0)
+    assert (tmp_path / "faults.txt").read_text().split() == ["serve", "trainer", "serve", "orchestrator"]
+    run = tmp_path / "outputs" / "run"
+    assert main(["why", str(run), "--audit"]) == 0
+    assert max(read_values(run, "mismatch_kl")) < 1e-8
+    assert "operators: torch (recurrent layers)" in (run / "logs" / "inference-0.log").read_text()
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.full("minutes of supervised and reinforcement learning")
+def test_tiny_hybrid_learns_to_reverse_text(tmp_path):
+    model, build = tmp_path / "tiny-hybrid", [sys.executable, "-m", "tools.tiny", "build", "--model", "tiny-hybrid"]
+    subprocess.run([*build, "-o", str(model)], cwd=REPOSITORY, check=True, timeout=1200)
+    assert sum(file.stat().st_size for file in model.iterdir()) < 3_000_000
+    flags = ["--name", "run", "-m", str(model), "--trainer.optim.lr", "3e-4"]
+    result = run_command("rl", "@", str(REPOSITORY / "examples/reverse_text/rl.toml"), *flags, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    evals = read_values(tmp_path / "outputs" / "run", "eval/held-out/avg")
+    assert evals[-1] >= evals[0] + 0.2
 
 
 @pytest.mark.timeout(600)

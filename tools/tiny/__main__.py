@@ -13,7 +13,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.tiny", description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     build = actions.add_parser("build", help="train the model from its recipe")
-    build.add_argument("--model", default="tiny", choices=["tiny", "tiny-vision"], help="which model to build")
+    build.add_argument(
+        "--model", default="tiny", choices=["tiny", "tiny-vision", "tiny-hybrid"], help="which model to build"
+    )
     build.add_argument("--seed", type=int, default=0, help="0 is the model that ships")
     build.add_argument("-o", dest="directory", metavar="DIR", type=Path, required=True, help="where to write it")
     build.add_argument("--force", action="store_true", help="replace DIR if it exists")

@@ -13,6 +13,13 @@ from ramify.core.display import Display
 from ramify.train.sft import run_sft
 from ramify.train.sft.display import SftDisplay
 from tools.tiny import MODEL_INFO_FILE, RECIPE_VERSION
+from tools.tiny.hybrid_model import (
+    HYBRID_RECIPE_VERSION,
+    HYBRID_STAGES,
+    measure_hybrid_model,
+    write_bfloat16_hybrid_model,
+    write_initial_hybrid_model,
+)
 from tools.tiny.metrics import measure_model
 from tools.tiny.stages import STAGES, SftStage, build_sft_config, write_stage_data
 from tools.tiny.vision_model import write_bfloat16_vision_model, write_initial_vision_model
@@ -22,7 +29,7 @@ from tools.tiny.weights import write_bfloat16_model, write_initial_model
 
 @dataclass(frozen=True, slots=True)
 class ModelRecipe:
-    """How a packaged model is made: its initial weights, the stages of its training, and how it is written."""
+    """How a model is made: its initial weights, the stages of its training, and how it is written."""
 
     version: int
     """Raised whenever the same seed gives another model."""
@@ -50,11 +57,18 @@ RECIPES = {
         write_bfloat16_vision_model,
         measure_vision_model,
     ),
+    "tiny-hybrid": ModelRecipe(
+        HYBRID_RECIPE_VERSION,
+        write_initial_hybrid_model,
+        HYBRID_STAGES,
+        write_bfloat16_hybrid_model,
+        measure_hybrid_model,
+    ),
 }
 
 
 def build_model(name: str, directory: Path, *, seed: int, display: Callable[[], SftDisplay] = Display) -> None:
-    """Build the packaged model `name` into `directory`, in place of what was there; `display` shows each stage."""
+    """Build the model `name` into `directory`, in place of what was there; `display` shows each stage."""
     recipe = RECIPES[name]
     directory.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()

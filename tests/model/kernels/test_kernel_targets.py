@@ -18,7 +18,9 @@ from ramify.model.forest_recurrence import CHUNK_SIZE
 from ramify.model.forest_segments import ForestSegments
 from ramify.model.kernels.attention_plan import build_plan
 from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights, LayerWeights
-from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool
+from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool, StepSequences
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
+from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
 
 pytestmark = [pytest.mark.process, pytest.mark.full("minutes of compilation")]
@@ -122,6 +124,42 @@ def run_decoder(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
     sample_rows(logits, zeros(2, dtype=torch.float32), zeros(2, dtype=torch.int64), rows, rows, sampled)
 
 
+def run_gated_layers(key_heads: int, heads: int, width: int, dtype: torch.dtype) -> None:
+    """Run a layer with the gated delta rule, and rotate and gate the heads of an attention layer, as in Qwen3.5."""
+    from ramify.model.kernels.cuda.decoder import CudaDecoderOps
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    channels, hidden, num_rows = 2 * key_heads * width + heads * width, 64, 3
+    conv = zeros(channels, 4)
+    delta_rule = DeltaRuleWeights(conv, zeros(heads), zeros(heads), zeros(width), key_heads, width)
+    attention = {
+        "norm": zeros(hidden),
+        "qkv": zeros(hidden, 2 * heads * width + 4 * width),
+        "qkv_bias": None,
+        "q_norm": zeros(width),
+        "k_norm": zeros(width),
+        "out": zeros(heads * width, hidden),
+        "out_bias": None,
+        "mlp_norm": zeros(hidden),
+        "gate_up": zeros(hidden, 2 * hidden),
+        "down": zeros(hidden, hidden),
+    }
+    recurrent = {**attention, "qkv": zeros(hidden, sum(delta_rule.widths)), "delta_rule": delta_rule}
+    layers = [LayerWeights(**recurrent), LayerWeights(**attention)]
+    rope, rows = zeros(64, width // 2, dtype=torch.float32), zeros(num_rows, dtype=torch.int32)
+    weights = DecoderWeights(zeros(50, hidden), rope, zeros(hidden), zeros(50, hidden), None, layers)
+    specs = [
+        StateSpec(0, "conv", 0, (channels, 4), dtype),
+        StateSpec(0, "recurrent", 0, (heads, width, width), torch.float32),
+    ]
+    sizes = DecoderSizes(heads, 2, width, hidden, hidden, 1e-6, 0.1, norm_offset=1.0, has_gate=True)
+    plan = DevicePlan(rows, rows, lambda query, *_, **__: query.contiguous(), StepSequences(rows, rows, rows, rows))
+    pool, states = KVPool(1, 4, 16, 2, width, dtype, "cpu", [1]), StatePool(specs, 1, torch.device("cpu"))
+    CudaDecoderOps(sizes).forward(weights, rows, rows, AttentionMetadata(pool, rows, plan=plan, states=states), rows)
+
+
 def train_layer(width: int, dtype: torch.dtype) -> None:
     """Run the trainer's operators forward and backward, and tree attention with sinks and a soft cap as well."""
     from ramify.model.kernels.cuda.add_norm import add_norm_products
@@ -209,6 +247,15 @@ for_each_capability = pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_the_kernels_of_the_engine_compile(heads, kv_heads, head_dim, dtype, capability, monkeypatch):
     launches = record_launches(monkeypatch, lambda: run_decoder(heads, kv_heads, head_dim, dtype))
     check_launches(launches, capability, DECODER_KERNELS | SAMPLING_KERNELS)
+
+
+@for_each_capability
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("key_heads", "heads"), [(16, 16), (16, 32)])
+def test_the_kernels_of_gated_layers_compile(key_heads, heads, dtype, capability, monkeypatch):
+    launches = record_launches(monkeypatch, lambda: run_gated_layers(key_heads, heads, 128, dtype))
+    expected = {"_add_norm", "_convolve", "_apply_rule", "_norm_and_gate", "_rotate_and_cache", "_gate_heads"}
+    check_launches(launches, capability, expected | {"_silu_product"})
 
 
 @for_each_capability
