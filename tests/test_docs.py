@@ -111,6 +111,11 @@ def test_the_reading_list_has_existing_files_of_about_9000_lines() -> None:
             r"`program` with `preload` of [^|]* \| ([\d.]+) \| .* \| ≥",
         ),
         ("docs/agents.md", r"subclass of .* \| ([\d.]+)", r"the same code as `run_agent`.* \| ([\d.]+) \| 3"),
+        (
+            "docs/agents.md",
+            r"mean reward rose from ([\d.]+) in the first three steps to ([\d.]+)",
+            r"agent of the example, which needs only the standard library, from ([\d.]+) to ([\d.]+)\.",
+        ),
         ("docs/agents.md", r"the chat harness does, with (\d+) rollouts", r"the chat harness \| (\d+)"),
     ],
 )
