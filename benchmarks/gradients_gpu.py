@@ -1,7 +1,7 @@
 """Gradients in bfloat16 on one GPU: forests beside flat paths, and both beside float32.
 
 The gradients of a forest should differ from flat paths no more than two flat runs with different packing
-differ from each other, and be as close to float32. The models are trained first: five architectures of realistic
+differ from each other, and be as close to float32. The models are trained first: seven architectures of realistic
 depth, trained here on the sources of Python's standard library, and SmolLM2 if it is given; the text is new to them.
 
 A batch is packed flat in several ways and as forests in as many. The check compares the mean distance of forests to
@@ -25,7 +25,16 @@ import numpy as np
 import torch
 from _check import NO_COMPETITOR, Row, finish, parser
 from _gpu import GROUP_SIZE, PACK_TOKENS, PATH_TOKENS, TraceMaker, make_trainer
-from transformers import AutoTokenizer, Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoTokenizer,
+    Gemma2Config,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from ramify.model.resolve import resolve_model_path
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, Trace, build_forest
@@ -46,6 +55,13 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "tie_word_embeddings": True,
 }
+DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+}
 MODELS = {
     "llama": LlamaConfig(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
@@ -54,6 +70,10 @@ MODELS = {
         **{**SIZES, "intermediate_size": 576}, sliding_window=128, num_local_experts=4, num_experts_per_tok=2
     ),
     "soft caps": Gemma2Config(**SIZES, sliding_window=256, query_pre_attn_scalar=64, attn_logit_softcapping=5.0),
+    "delta nets": Qwen3_5TextConfig(**SIZES, **DELTA_NET),
+    "convolutions": Lfm2Config(
+        **SIZES, block_auto_adjust_ff_dim=False, layer_types=["conv", "conv", "full_attention"] * 8
+    ),
 }
 
 

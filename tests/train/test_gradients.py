@@ -17,6 +17,7 @@ from tests.support.forests import Attempt, Size, group
 from tests.support.runs import FULL
 from tests.support.training import (
     CONFIGS,
+    HYBRIDS,
     SEQUENTIAL,
     SIZES,
     VOCAB,
@@ -184,12 +185,12 @@ def test_packs_of_random_groups_give_the_flat_gradients(shape, seed):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [shape for shape in CONFIGS if FULL or shape != "sinks"])
+@pytest.mark.parametrize("shape", [shape for shape in CONFIGS | HYBRIDS if FULL or shape not in {"sinks", *HYBRIDS}])
 def test_in_bfloat16_a_forest_is_as_accurate_as_flat_paths(shape, device):
     """Shared tokens are rounded once and not in every copy: on average neither better nor worse."""
     if device == "cpu" and not cpu_has_bfloat16():
         pytest.skip("this CPU emulates bfloat16: the test would take minutes")
-    module = build_policy(CONFIGS[shape]).to(device)
+    module = build_policy((CONFIGS | HYBRIDS)[shape]).to(device)
     for weight in module.parameters():
         weight.data = weight.data.bfloat16().float()  # so that both dtypes hold the same weights
     exact, rounded = (
