@@ -14,7 +14,7 @@ from ramify.run.fencing.token import FencingToken
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.run_log import RunLog
 from ramify.train.batch import PackSpec
-from ramify.train.protocol import RegisterReply, RegisterRequest, UnsavedRequest
+from ramify.train.protocol import CheckpointRequest, RegisterReply, RegisterRequest, UnsavedRequest
 from tests.support.orchestrator import FakeEngines, World, open_core
 
 
@@ -27,7 +27,9 @@ async def register(address: str, start_token: FencingToken | None = None) -> Reg
         return reply.decode(RegisterReply)
 
 
-async def open_service(ledger: Ledger, on_trainer_replaced) -> tuple[OrchestratorCore, TrainerService]:
+async def open_service(
+    ledger: Ledger, on_trainer_replaced, get_keep_values=dict
+) -> tuple[OrchestratorCore, TrainerService]:
     core = await open_core(ledger, World())
     service = TrainerService(
         core,
@@ -37,6 +39,7 @@ async def open_service(ledger: Ledger, on_trainer_replaced) -> tuple[Orchestrato
         run="run-id",
         max_steps=4,
         on_trainer_replaced=on_trainer_replaced,
+        get_keep_values=get_keep_values,
     )
     return core, service
 
@@ -51,6 +54,18 @@ async def test_failed_saves_are_recorded_once_each(ledger):
     progress = service._progress
     assert progress.failure_counts == {"StorageFull": 2}
     assert [failure.message for failure in progress.recent_failures] == ["step 1: no room", "step 2: no room"]
+
+
+async def test_a_trainer_that_commits_learns_which_checkpoints_were_best(ledger):
+    run_log = RunLog(ledger.store)
+    _, service = await open_service(ledger, lambda: None, lambda: run_log.values_by_step("eval/it/avg"))
+    for step, value in ((0, 0.25), (1, 0.5), (1, 0.75)):
+        run_log.log_metrics(step, {"eval/it/avg": value, "eval/other/avg": 1.0}).result()
+    async with WireServer(service.handlers, "tcp://127.0.0.1:0") as server, WireClient(server.address) as client:
+        incarnation = (await register(server.address)).incarnation
+        request = CheckpointRequest(rank=0, incarnation=incarnation, step=0, directory="step_000000-0", digest="")
+        reply = await client.call("checkpoint", WireMessage.encode(request), timeout=10)
+    assert reply.decode(dict[int, float]) == {0: 0.25, 1: 0.75}
 
 
 async def test_trainers_that_register_at_once_get_different_tokens(ledger):
