@@ -13,7 +13,7 @@ from ramify.infer.gateway.policy import PreparedPrompt, SampledReply
 from ramify.model.render import ToolSchema
 from ramify.trace import Media, MediaPart, ModelCall, Trace, TraceBuilder, Turn
 
-TOOLS_KEY = "tools"  # of a trace's info: by the root of their paths the tools that were offered, as JSON
+TOOLS_KEY = "offered_tools"  # of a trace's info: by the root of their paths the tools that were offered, as JSON
 STRUCTURED_OUTPUT_REASON = "structured output: sampled only from the tokens that a grammar allows"
 
 
