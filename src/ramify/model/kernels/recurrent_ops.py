@@ -65,11 +65,11 @@ def compute_delta_rule(
     inputs, _, strength, step_size = rows.split(weights.widths, -1)
     mixed = _convolve(weights, inputs, states.get_tensor(layer, "conv"), slots, tile.lengths)
     key_width = weights.key_heads * weights.key_dim
-    query, key, value = mixed.split([key_width, key_width, weights.heads * weights.value_dim], -1)
-    query, key = (_normalize(part.unflatten(-1, (weights.key_heads, -1))) for part in (query, key))
-    repeats = weights.heads // weights.key_heads
-    if repeats > 1:
-        query, key = query.repeat_interleave(repeats, 2), key.repeat_interleave(repeats, 2)
+    queries_and_keys, value = mixed.split([2 * key_width, weights.heads * weights.value_dim], -1)
+    heads = _normalize(queries_and_keys.unflatten(-1, (2, weights.key_heads, weights.key_dim)))
+    if weights.heads > weights.key_heads:
+        heads = heads.repeat_interleave(weights.heads // weights.key_heads, 3)
+    query, key = heads.unbind(2)
     log_decay = -weights.log_rate.float().exp() * F.softplus(step_size.float() + weights.step_bias.float())
     strength = strength.float().sigmoid()
     if is_token is not None:
