@@ -2,6 +2,8 @@ from .core import errors as errors
 from .core.config import Config as Config
 from .env import ChatClient as ChatClient
 from .env import ChatClientConfig as ChatClientConfig
+from .env import DataColumnsConfig as DataColumnsConfig
+from .env import DataFilesConfig as DataFilesConfig
 from .env import Judge as Judge
 from .env import RolloutAgent as RolloutAgent
 from .env import RolloutContext as RolloutContext
@@ -13,6 +15,8 @@ from .env import TasksetConfig as TasksetConfig
 from .env import User as User
 from .env import group_reward as group_reward
 from .env import metric as metric
+from .env import read_prompt as read_prompt
+from .env import read_rows as read_rows
 from .env import reward as reward
 from .env import stop as stop
 from .env import tool as tool

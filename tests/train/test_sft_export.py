@@ -7,8 +7,8 @@ import pytest
 
 from ramify.cli import main
 from ramify.core.errors import ConfigInvalid
+from ramify.env.data_files import read_rows
 from ramify.env.tasksets.color_codeword import make_square
-from ramify.env.tasksets.data_files import read_rows
 from ramify.infer.gateway import ModelRequest
 from ramify.model.render import load_renderer
 from ramify.model.resolve import resolve_model_path

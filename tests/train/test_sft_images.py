@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 
 from ramify.core.errors import ConfigInvalid
+from ramify.env.data_files import read_rows
 from ramify.env.tasksets.color_codeword import make_square, make_square_url
-from ramify.env.tasksets.data_files import read_rows
 from ramify.model.render import load_renderer
 from ramify.trace import MediaPart
 from ramify.train.sft import run_sft

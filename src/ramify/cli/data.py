@@ -17,11 +17,11 @@ from ramify.core.console import PipeConsole
 from ramify.core.errors import ConfigInvalid, RamifyError
 from ramify.core.hub import print_to_stderr
 from ramify.core.names import format_count
+from ramify.env.data_config import DataFilesConfig
+from ramify.env.data_files import DataRow, count_rows, read_rows
+from ramify.env.data_selection import COMMIT_CHARS, fetch_dataset
 from ramify.env.tasksets.answers import parse_number
 from ramify.env.tasksets.code_tests import parse_tests
-from ramify.env.tasksets.data_config import DataFilesConfig
-from ramify.env.tasksets.data_files import DataRow, count_rows, read_rows
-from ramify.env.tasksets.data_selection import COMMIT_CHARS, fetch_dataset
 from ramify.env.tasksets.dataset import Dataset, DatasetConfig, extract_final_answer
 from ramify.model.render import RenderedPrompt, Renderer, load_renderer
 from ramify.model.resolve import resolve_model_path

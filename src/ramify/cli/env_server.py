@@ -9,7 +9,7 @@ from ramify.cli.arguments import ConfigCall
 from ramify.core.errors import PeerLost
 from ramify.core.files import write_atomically
 from ramify.core.hub import print_to_stderr
-from ramify.env.tasksets.data_selection import fetch_dataset_of
+from ramify.env.data_selection import fetch_dataset_of
 from ramify.processes.wire.address import check_bind_address
 from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.rollout.envserver.server import EnvServer

@@ -15,8 +15,8 @@ from ramify.core.console import PipeConsole
 from ramify.core.hub import print_to_stderr
 from ramify.core.names import format_count
 from ramify.env import Task
+from ramify.env.data_selection import fetch_dataset_of
 from ramify.env.decorators import MISSING_REWARD_ADVICE
-from ramify.env.tasksets.data_selection import fetch_dataset_of
 from ramify.infer.gateway import Gateway
 from ramify.processes.interpreter import find_other_interpreter, run_command_in
 from ramify.rollout import Environment, SourceConfig, TaskValidation, validate_task

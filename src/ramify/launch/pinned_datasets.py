@@ -10,7 +10,7 @@ from typing import Any
 from ramify.core.config import CONFIG_FILE, read_stored_config
 from ramify.core.errors import ConfigInvalid
 from ramify.core.hub import Log
-from ramify.env.tasksets.data_selection import find_dataset, find_missing_dataset, pin_taskset
+from ramify.env.data_selection import find_dataset, find_missing_dataset, pin_taskset
 from ramify.orchestrate.run_config import RunConfig
 
 SourceKey = tuple[str, str]  # train or eval, and the name of the source

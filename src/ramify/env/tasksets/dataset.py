@@ -8,7 +8,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -16,21 +15,10 @@ from typing import Any, ClassVar, Self, cast
 from pydantic import Field, field_validator
 
 import ramify as rf
-from ramify.core.errors import ConfigInvalid, ImageInvalid, RequestInvalid
+from ramify.core.errors import ConfigInvalid
 from ramify.env.tasksets.answers import extract_boxed, get_math_checker, is_same_value
 from ramify.env.tasksets.code_tests import CodeTests, count_passed, extract_code, parse_tests
-from ramify.env.tasksets.data_config import DataColumnsConfig
-from ramify.env.tasksets.data_files import DataRow, read_rows
-from ramify.env.tasksets.data_selection import find_data_directory
 from ramify.env.tasksets.splits import EVAL_SHARE, assign_split
-from ramify.infer.dialects.media import (
-    IMAGE_PART_TYPES,
-    ReadUrl,
-    build_dataset_reader,
-    find_image_value,
-    media_to_url,
-    read_image,
-)
 
 BOXED_INSTRUCTIONS = "Put the final answer in \\boxed{}."
 CODE_INSTRUCTIONS = "Write a Python program. Put all of it in one code block."
@@ -43,10 +31,11 @@ DEFAULT_INSTRUCTIONS = {
 MAX_PARSED_CHARS = 2000  # of the end of a reply, by math-verify
 FINAL_ANSWER_MARKER = "####"  # precedes the result in answers of GSM8K
 
+Row = dict[str, Any]
 Scorer = Callable[[rf.Task, rf.Trace], float]
 
 
-class DatasetConfig(DataColumnsConfig, rf.TasksetConfig):
+class DatasetConfig(rf.DataColumnsConfig, rf.TasksetConfig):
     """The data files, their columns, and the reward."""
 
     misplaced_keys: ClassVar = {"completion_column": "answer_column"}
@@ -122,8 +111,8 @@ class Dataset(rf.Taskset):
         config = self.config
         seen: set[str] = set()
         num_repeated = row_number = 0
-        for row_number, row in enumerate(read_rows(config), 1):
-            prompt = self._get_prompt(row, row_number)
+        for row_number, row in enumerate(rf.read_rows(config), 1):
+            prompt = rf.read_prompt(row, config, row_number)
             prompt_text = prompt if isinstance(prompt, str) else json.dumps(prompt)
             if assign_split(prompt_text, config.eval_share) != config.split:
                 continue
@@ -140,34 +129,16 @@ class Dataset(rf.Taskset):
             repeated = f"{num_repeated} of {row_number} rows repeat an earlier one"
             print(f"dataset: {config.path}: {repeated}, and are left out", file=sys.stderr)
 
-    def _get_prompt(self, row: DataRow, row_number: int) -> str | tuple[dict[str, Any], ...]:
-        """Return the prompt of a row, with the images of its column in the parts that refer to them."""
-        column = self.config.images_column
-        prompt = _parse_prompt(_get_column(row, self.config.prompt_column, row_number), row_number)
-        if row.get(column) and not _has_images(prompt):
-            problem = f"row {row_number} has images in its column {column!r}, but its prompt refers to none"
-            raise ConfigInvalid(f"dataset: {problem}; use messages with parts of type image, or another images_column")
-        if isinstance(prompt, str):
-            return prompt
-        try:
-            return _insert_images(prompt, iter(row.get(column) or ()), self._read_url)
-        except (ImageInvalid, RequestInvalid) as error:
-            raise ConfigInvalid(f"dataset: row {row_number}: {error.message}") from error
-
-    @cached_property
-    def _read_url(self) -> ReadUrl:
-        return build_dataset_reader(find_data_directory(self.config))
-
     def _find_scorer(self) -> Scorer:
         name = self.config.reward
         return SCORERS[name] if name in SCORERS else _load_scorer(name)
 
-    def _build_task_fields(self, row: DataRow, row_number: int) -> dict[str, Any]:
+    def _build_task_fields(self, row: Row, row_number: int) -> dict[str, Any]:
         """Return what the reward needs of a row."""
         fields = {"answer": _get_column(row, self.config.answer_column, row_number)}
         return fields if self.config.reward in SCORERS else {**fields, "row": row}
 
-    def _get_system_prompt(self, row: DataRow, row_number: int) -> str | None:
+    def _get_system_prompt(self, row: Row, row_number: int) -> str | None:
         config = self.config
         if config.system_column is not None:
             return _get_column(row, config.system_column, row_number)
@@ -194,7 +165,7 @@ class CodeDataset(Dataset):
     def _find_scorer(self) -> Scorer:
         return score_exact  # not used: `correct` runs the tests
 
-    def _build_task_fields(self, row: DataRow, row_number: int) -> dict[str, Any]:
+    def _build_task_fields(self, row: Row, row_number: int) -> dict[str, Any]:
         tests = parse_tests(row, self.config.tests_column, row_number)
         return {"answer": row.get(self.config.answer_column), "tests": tests.to_plain(), "requires": ("isolation",)}
 
@@ -230,45 +201,10 @@ def score_math_verify(task: rf.Task, trace: rf.Trace) -> float:
 SCORERS: dict[str, Scorer] = {"exact": score_exact, "boxed": score_boxed, MATH_VERIFY_REWARD: score_math_verify}
 
 
-def _get_column(row: DataRow, name: str, row_number: int) -> Any:
+def _get_column(row: Row, name: str, row_number: int) -> Any:
     if name not in row:
         raise ConfigInvalid(f"dataset: row {row_number} has no column {name!r}; it has {', '.join(row)}")
     return row[name]
-
-
-def _parse_prompt(value: Any, row_number: int) -> str | tuple[dict[str, Any], ...]:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
-        return tuple(value)
-    raise ConfigInvalid(f"dataset: the prompt of row {row_number} is neither text nor messages, but {value!r:.80}")
-
-
-def _insert_images(
-    prompt: tuple[dict[str, Any], ...], images: Iterator[Any], read_url: ReadUrl
-) -> tuple[dict[str, Any], ...]:
-    """Return the messages with the images of the row in the parts that hold no image, as data URLs."""
-
-    def insert(part: Any) -> Any:
-        # Structs of Parquet have all fields, some of them None.
-        if not (isinstance(part, dict) and part.get("type") in IMAGE_PART_TYPES) or find_image_value(part) is not None:
-            return part
-        if (image := next(images, None)) is None:
-            raise RequestInvalid("a message has more images than its row; set images_column, or put them into parts")
-        return {"type": "image_url", "image_url": {"url": media_to_url(read_image(image, read_url))}}
-
-    return tuple(
-        {**message, "content": [insert(part) for part in content]}
-        if isinstance(content := message.get("content"), list)
-        else message
-        for message in prompt
-    )
-
-
-def _has_images(prompt: str | tuple[dict[str, Any], ...]) -> bool:
-    contents: list[Any] = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    parts: list[Any] = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, dict) and part.get("type") in IMAGE_PART_TYPES for part in parts)
 
 
 def _load_scorer(name: str) -> Scorer:

@@ -17,8 +17,6 @@ from pydantic import Field
 
 import ramify as rf
 from ramify.core.errors import AgentFailed, ConfigInvalid, EnvironmentFault
-from ramify.env.tasksets.data_config import DataFilesConfig
-from ramify.env.tasksets.data_files import read_rows
 from ramify.env.tasksets.pytest_reports import find_not_passed, run_pytest
 from ramify.env.tasksets.splits import assign_split
 from ramify.env.tasksets.swe_rows import RowShape, SweRow, filter_patch, is_protected, parse_row
@@ -46,7 +44,7 @@ git rev-parse HEAD
 DIFF_SCRIPT = "git add -A && git diff --cached --binary --no-color --no-ext-diff --no-textconv {base} > {patch}"
 
 
-class SweConfig(DataFilesConfig, rf.TasksetConfig):
+class SweConfig(rf.DataFilesConfig, rf.TasksetConfig):
     """The rows, and how their tests are run."""
 
     shape: RowShape | None = None
@@ -157,7 +155,7 @@ class Swe(rf.Taskset):
         """The rows of the config by instance id."""
         config = self.config
         rows: dict[str, SweRow] = {}
-        for data in read_rows(config):
+        for data in rf.read_rows(config):
             if config.num_tasks is not None and len(rows) == config.num_tasks:
                 break
             try:

@@ -17,7 +17,8 @@ from pathlib import PurePosixPath
 from typing import Any, Literal, cast
 
 from ramify.core.errors import ConfigInvalid
-from ramify.env.tasksets.data_files import DataRow
+
+Row = dict[str, Any]
 
 # The agent's changes to a repository as a patch, without what could change how tests run.
 #
@@ -135,7 +136,7 @@ class SweRow:
         return pytest_id.partition("::")[2].replace("::", ".") if self.shape == "r2e-gym" else pytest_id
 
 
-def parse_row(row: DataRow, shape: RowShape | None = None, image_template: str | None = None) -> SweRow:
+def parse_row(row: Row, shape: RowShape | None = None, image_template: str | None = None) -> SweRow:
     """Return a row of any shape. Raises ConfigInvalid, which names the row and what is missing or unsupported."""
     shape = shape or find_shape(row)
     name = str(row.get("instance_id") or row.get("commit_hash") or "a row")
@@ -152,7 +153,7 @@ def parse_row(row: DataRow, shape: RowShape | None = None, image_template: str |
     return parsed
 
 
-def find_shape(row: DataRow) -> RowShape:
+def find_shape(row: Row) -> RowShape:
     """Return the shape of a row by its columns."""
     if "docker_image" in row and "expected_output_json" in row:
         return "r2e-gym"
@@ -168,7 +169,7 @@ def find_changed_files(patch: str) -> list[str]:
     return [file for file in _CHANGED_FILE.findall(patch) if file != "/dev/null"]
 
 
-def _parse_r2e_gym(row: DataRow, image_template: str | None) -> SweRow:
+def _parse_r2e_gym(row: Row, image_template: str | None) -> SweRow:
     outcomes = cast(dict[str, str], _parse_json(row["expected_output_json"]))
     names = {
         _COLOR.sub("", name).split(" - ")[0].strip(): outcome for name, outcome in outcomes.items() if name.strip()
@@ -190,7 +191,7 @@ def _parse_r2e_gym(row: DataRow, image_template: str | None) -> SweRow:
     )
 
 
-def _parse_swe_bench(row: DataRow, image_template: str | None) -> SweRow:
+def _parse_swe_bench(row: Row, image_template: str | None) -> SweRow:
     instance = row["instance_id"]
     image = (image_template or SWE_BENCH_IMAGE).format(instance=instance.lower().replace("__", "_1776_"))
     expected = (*_parse_ids(row["FAIL_TO_PASS"]), *_parse_ids(row["PASS_TO_PASS"]))
@@ -209,7 +210,7 @@ def _parse_swe_bench(row: DataRow, image_template: str | None) -> SweRow:
     )
 
 
-def _parse_scale_swe(row: DataRow, image_template: str | None) -> SweRow:
+def _parse_scale_swe(row: Row, image_template: str | None) -> SweRow:
     expected = (*_parse_ids(row["FAIL_TO_PASS"]), *_parse_ids(row["PASS_TO_PASS"]))
     commands = row.get("pre_commands") or ()
     return SweRow(
@@ -228,7 +229,7 @@ def _parse_scale_swe(row: DataRow, image_template: str | None) -> SweRow:
     )
 
 
-PARSERS: dict[RowShape, Callable[[DataRow, str | None], SweRow]] = {
+PARSERS: dict[RowShape, Callable[[Row, str | None], SweRow]] = {
     "r2e-gym": _parse_r2e_gym,
     "swe-bench": _parse_swe_bench,
     "scale-swe": _parse_scale_swe,

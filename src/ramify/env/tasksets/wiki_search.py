@@ -16,7 +16,6 @@ import ramify as rf
 from ramify.core.errors import ConfigInvalid
 from ramify.env.tasksets import encyclopedia
 from ramify.env.tasksets.answers import build_tool_call_replies
-from ramify.env.tasksets.data_files import read_rows
 from ramify.env.tasksets.encyclopedia import Question
 from ramify.env.tasksets.splits import RangesConfig, Split, draw_distinct
 from ramify.env.tasksets.wikispeedia import match_title
@@ -243,7 +242,7 @@ def load_articles(path: Path) -> dict[str, str]:
 
 def load_questions(path: Path, index: ArticleIndex) -> Iterator[Question]:
     """Read questions about these articles from a jsonl file."""
-    for row in read_rows(str(path)):
+    for row in rf.read_rows(str(path)):
         titles = row.get("articles") or ()
         if unknown := [title for title in titles if title not in index.articles]:
             raise ConfigInvalid(f"wiki-search: {path} names the article {unknown[0]!r}, which does not exist")
@@ -267,7 +266,7 @@ def _read_directory(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read_columns(path: Path, *columns: str) -> Iterator[tuple[str, ...]]:
-    return (_get_columns(row, path, *columns) for row in read_rows(str(path)))
+    return (_get_columns(row, path, *columns) for row in rf.read_rows(str(path)))
 
 
 def _get_columns(row: dict[str, object], path: Path, *columns: str) -> tuple[str, ...]:

@@ -21,10 +21,10 @@ from ramify.core.errors import ConfigInvalid, ProviderError
 from ramify.core.hub import Log, print_to_stderr
 from ramify.core.interactive import AwaitableResult, run_coroutine
 from ramify.env import Task, Taskset
+from ramify.env.data_selection import find_dataset, pin_taskset
 from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.env.judges.cache import set_cache_directory
 from ramify.env.taskset_id import build_taskset_table
-from ramify.env.tasksets.data_selection import find_dataset, pin_taskset
 from ramify.rollout import Environment, score_group
 from ramify.rollout.evals.blocked_loop import LoopWatchdog
 from ramify.rollout.evals.config import EvalConfig

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ramify.core.config import Config, RunName
-from ramify.env.tasksets.data_config import DataColumnsConfig, DataFilesConfig
+from ramify.env.data_config import DataColumnsConfig, DataFilesConfig
 from ramify.infer.config import EngineConfig, ManagedInferenceConfig
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
 from ramify.rollout.config import SharedSourceSettings, check_source_names

@@ -14,7 +14,7 @@ import msgspec
 
 from ramify.core.config.schema import is_dict
 from ramify.core.errors import ConfigInvalid, ImageInvalid, RequestInvalid
-from ramify.env.tasksets.data_selection import find_data_directory
+from ramify.env.data_selection import find_data_directory
 from ramify.infer.dialects.media import IMAGE_PART_TYPES, build_dataset_reader, find_image_value
 from ramify.infer.dialects.message_parser import ContentPart, MessageParser
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall

@@ -8,8 +8,8 @@ from typing import TypeVar
 from ramify.core.config import CONFIG_FILE, read_stored_config
 from ramify.core.errors import ConfigInvalid
 from ramify.core.hub import Log
-from ramify.env.tasksets.data_config import DataFilesConfig
-from ramify.env.tasksets.data_selection import pin_dataset, pin_taskset
+from ramify.env.data_config import DataFilesConfig
+from ramify.env.data_selection import pin_dataset, pin_taskset
 from ramify.rollout.evals.config import EvalSourceConfig
 from ramify.run.store import default_run_name
 from ramify.train.sft.config import SftConfig

@@ -8,9 +8,10 @@ import pyarrow.parquet
 import pytest
 
 from ramify.core.errors import ConfigInvalid
-from ramify.env.tasksets.data_config import DataFilesConfig
-from ramify.env.tasksets.data_files import read_rows
-from ramify.env.tasksets.data_selection import fetch_dataset, pin_dataset
+from ramify.core.hub import HubRepo
+from ramify.env.data_config import DataFilesConfig
+from ramify.env.data_files import read_rows
+from ramify.env.data_selection import fetch_dataset, pin_dataset
 from tests.support.hub import serve_hub
 
 NAME = "org/sums"
@@ -112,7 +113,7 @@ def test_broken_transfer_is_resumed_and_finished_files_are_not_repeated(hub):
     assert f"train-0.jsonl from {CHUNK}" in hub.sent
     assert read_questions("org/long") == ["a" * 2 * CHUNK, "short 0", "short 1"]
 
-    file = config.repo.find_snapshot() / "train-1.jsonl"
+    file = HubRepo("dataset", "org/long").find_snapshot() / "train-1.jsonl"
     file.resolve().unlink()  # as if the process had been killed before
     file.unlink()
     hub.sent.clear()
@@ -160,8 +161,15 @@ def test_a_run_continues_with_its_commit_unless_another_revision_is_named(hub, t
     pinned = config.model_copy(update={"revision": first})
     second = repo.commit({"README.md": CARD, "main/test-00000-of-00001.parquet": make_parquet(tmp_path, "new")})
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache of another machine"))
-    assert pin(pinned) == pin(pinned, download=False) == pin(pinned, revision=first) == first
+    assert pin(pinned, download=False) == pin(pinned) == pin(pinned, download=False) == first
+    assert pin(pinned, revision=first) == first
     with pytest.raises(
         ConfigInvalid, match=f"data.revision: org/sums at 'main' is now {second[:12]}, .* has read {first[:12]}"
     ):
         pin(pinned, revision="main")
+
+
+def test_revision_of_a_path_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(make_jsonl("a"))
+    with pytest.raises(ConfigInvalid, match="revision is for datasets of the hub"):
+        read_questions(str(tmp_path / "rows.jsonl"), revision="v1")

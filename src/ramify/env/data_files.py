@@ -11,16 +11,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ramify.core.config.schema import is_dict, is_list
 from ramify.core.errors import ConfigInvalid
-from ramify.env.tasksets.data_config import DataFilesConfig
-from ramify.env.tasksets.data_selection import list_data_files
+from ramify.env.data_config import DataFilesConfig
+from ramify.env.data_selection import list_data_files
 
 DataRow = dict[str, Any]
 MAX_FIELD_CHARS = 2**30  # of a csv field; the default of the csv module is 131,072
 
 
 def read_rows(source: DataFilesConfig | str) -> Iterator[DataRow]:
-    """Yield the rows of a file, a directory or a cached dataset of the hub."""
+    """Yield the rows of `source`, or of the path that it is: a file, a directory or a cached dataset of the hub."""
     config = DataFilesConfig(path=source) if isinstance(source, str) else source
     for file in list_data_files(config):
         try:
@@ -67,11 +68,11 @@ def _read_json(file: Path) -> Iterator[DataRow]:
             yield from _read_jsonl(file)
             return
         raise ConfigInvalid(f"dataset: {file} is not JSON: {error}") from error
-    if not isinstance(content, list):
-        kind = f"an object with the keys {', '.join(content)}" if isinstance(content, dict) else type(content).__name__
+    if not is_list(content):
+        kind = f"an object with the keys {', '.join(content)}" if is_dict(content) else type(content).__name__
         raise ConfigInvalid(f"dataset: {file} has no rows: expected a list of objects, found {kind:.200}")
     for number, row in enumerate(content, 1):
-        if not isinstance(row, dict):
+        if not is_dict(row):
             raise ConfigInvalid(f"dataset: {file}: row {number} is not an object")
         yield row
 
@@ -114,9 +115,9 @@ def _clean_row(columns: DataRow) -> DataRow:
 
 
 def _drop_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
+    if is_dict(value):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
-    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
+    return [_drop_nulls(item) for item in value] if is_list(value) else value
 
 
 def _import_pyarrow(name: str) -> Any:

@@ -9,14 +9,26 @@ import glob
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ramify.core.config.schema import is_dict, is_list
 from ramify.core.errors import ConfigInvalid
-from ramify.core.hub import MAIN_REVISION, HubRepo, Log, download_errors, download_snapshot, get_endpoint, is_hub_id
-from ramify.env.tasksets.data_config import DATA_SUFFIXES, DataFilesConfig
+from ramify.core.hub import (
+    MAIN_REVISION,
+    HubRepo,
+    Log,
+    download_errors,
+    download_snapshot,
+    get_endpoint,
+    is_hub_id,
+    looks_like_id,
+)
+from ramify.env.data_config import DataFilesConfig
 
 CARD = "README.md"
+DATA_SUFFIXES = (".jsonl", ".parquet", ".arrow", ".csv", ".json")
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 COMMIT_CHARS = 12  # of a commit in a message
 DATASET_TASKSETS = ("dataset", "swe")  # the tasksets whose tables have the keys of a `DataFilesConfig`
@@ -28,9 +40,17 @@ METADATA_FILES = (  # `datasets` writes these
 )
 
 
+def find_repo(config: DataFilesConfig) -> HubRepo | None:
+    """Return the dataset on the hub; None if `path` is, or can only be, a path here."""
+    is_path = Path(config.path).suffix in DATA_SUFFIXES or Path(config.path).expanduser().exists()
+    return None if is_path or not looks_like_id(config.path) else HubRepo("dataset", config.path)
+
+
 def list_data_files(config: DataFilesConfig) -> list[Path]:
     """Return the files with the rows. Raises ConfigInvalid if there are none here; nothing is downloaded."""
     path = Path(config.path).expanduser()
+    if config.revision is not None and find_repo(config) is None:
+        raise ConfigInvalid(f"dataset: revision is for datasets of the hub, and {path} is a path; remove it")
     if path.is_file():
         if path.suffix not in DATA_SUFFIXES:
             raise ConfigInvalid(f"dataset: {path} is not one of {', '.join(DATA_SUFFIXES)}")
@@ -38,7 +58,7 @@ def list_data_files(config: DataFilesConfig) -> list[Path]:
     if path.is_dir():
         names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
         return [path / name for name in _select_files(names, path, config)]
-    repo = config.repo
+    repo = find_repo(config)
     snapshot = repo and repo.find_snapshot(config.revision or MAIN_REVISION)
     if repo is None or snapshot is None:
         revision = f" at revision {config.revision!r}" if config.revision else ""
@@ -54,7 +74,8 @@ def list_data_files(config: DataFilesConfig) -> list[Path]:
 def find_data_directory(config: DataFilesConfig) -> Path:
     """Return the directory to which paths in the rows are relative: of the files, or of the cached dataset."""
     path = Path(config.path).expanduser()
-    snapshot = config.repo and config.repo.find_snapshot(config.revision or MAIN_REVISION)
+    repo = find_repo(config)
+    snapshot = repo and repo.find_snapshot(config.revision or MAIN_REVISION)
     return snapshot or (path if path.is_dir() else path.parent)
 
 
@@ -63,7 +84,7 @@ def fetch_dataset(config: DataFilesConfig, log: Log) -> str | None:
 
     Returns None for a path. Raises ConfigInvalid.
     """
-    repo, revision = config.repo, config.revision or MAIN_REVISION
+    repo, revision = find_repo(config), config.revision or MAIN_REVISION
     if repo is None:
         return None
     if (commit := find_cached_commit(config)) is not None:
@@ -77,14 +98,13 @@ def fetch_dataset(config: DataFilesConfig, log: Log) -> str | None:
         f"copy {local} here, and set path = {local!r}"
     )
     with download_errors(repo, ConfigInvalid, advice):
-        from huggingface_hub import HfApi, hf_hub_download
-
-        info = HfApi(endpoint=get_endpoint()).dataset_info(repo.name, revision=revision)
+        hub: Any = import_module("huggingface_hub")  # few starts need it
+        info = hub.HfApi(endpoint=get_endpoint()).dataset_info(repo.name, revision=revision)
         names = {sibling.rfilename for sibling in info.siblings or ()}
         card = Path()
         if CARD in names:
             options: dict[str, Any] = {"cache_dir": repo.cache_path.parent, "endpoint": get_endpoint()}
-            card = Path(hf_hub_download(repo.name, CARD, repo_type=repo.kind, revision=info.sha, **options))
+            card = Path(hub.hf_hub_download(repo.name, CARD, repo_type=repo.kind, revision=info.sha, **options))
         selected = [CARD, *_select_files(names, card.parent, config)]
         patterns = [glob.escape(name) for name in selected]
         return download_snapshot(repo, revision=revision, log=log, allow_patterns=patterns).name
@@ -92,7 +112,7 @@ def fetch_dataset(config: DataFilesConfig, log: Log) -> str | None:
 
 def find_cached_commit(config: DataFilesConfig) -> str | None:
     """Return the commit of a dataset of the hub if all selected files are in the local cache, else None."""
-    repo = config.repo
+    repo = find_repo(config)
     snapshot = repo and repo.find_snapshot(config.revision or MAIN_REVISION)
     is_complete = repo and snapshot and _find_cached_files(repo, snapshot, config) is not None
     return snapshot.name if snapshot and is_complete else None
@@ -108,9 +128,10 @@ def pin_dataset(
 ) -> str | None:
     """Return the commit that a run reads: the one it has read before, unless `revision` names another one.
 
-    `previous` are the keys with which the run was started before. Without `log` nothing is downloaded. Returns None for
-    a path, or a dataset that would have to be downloaded. Raises ConfigInvalid, for the section `key`, if the revision
-    is another one than before, unless `accept_changes`; None means that there is no such option.
+    `previous` are the keys with which the run was started before. Without `log` nothing is downloaded, and a revision
+    that is not in the cache is not compared. Returns None for a path, or if the commit is not known yet. Raises
+    ConfigInvalid, for the section `key`, if the revision is another one than before, unless `accept_changes`; None
+    means that there is no such option.
     """
     commit = None
     if previous is not None and previous.path == config.path and COMMIT_PATTERN.fullmatch(previous.revision or ""):
@@ -129,7 +150,7 @@ def pin_dataset(
             "--fresh starts over",
             key=f"{key}.revision",
         )
-    return current
+    return current or commit
 
 
 def find_dataset(taskset: dict[str, Any]) -> DataFilesConfig | None:
@@ -137,10 +158,10 @@ def find_dataset(taskset: dict[str, Any]) -> DataFilesConfig | None:
     if taskset.get("id") not in DATASET_TASKSETS:
         return None
     try:
-        config = DataFilesConfig.from_table(taskset)
+        config = DataFilesConfig(**{key: taskset[key] for key in DataFilesConfig.model_fields if key in taskset})
     except ValueError:  # reported when the taskset is loaded
         return None
-    return None if config.repo is None else config
+    return None if find_repo(config) is None else config
 
 
 def fetch_dataset_of(taskset: dict[str, Any], log: Log) -> None:
@@ -260,18 +281,18 @@ def _read_card(card: Path) -> dict[str, DataSubset]:
     """Return the subsets that the card of a dataset lists, by name; an empty dict if it lists none."""
     if not card.is_file() or "configs:" not in card.read_text("utf-8", errors="replace"):
         return {}
-    from huggingface_hub import metadata_load  # few starts need it
-
-    entries = (metadata_load(card) or {}).get("configs") or ()
+    hub: Any = import_module("huggingface_hub")  # few starts need it
+    metadata: dict[str, Any] = hub.metadata_load(card) or {}
+    entries: list[dict[str, Any]] = metadata.get("configs") or []
     return {str(entry["config_name"]): _parse_subset(entry) for entry in entries if entry.get("data_files")}
 
 
 def _parse_subset(entry: Mapping[str, Any]) -> DataSubset:
     """Parse `data_files` of a card: a pattern, a list of patterns, or a list of tables with `split` and `path`."""
     subset, data_files = DataSubset(bool(entry.get("default"))), entry["data_files"]
-    for item in [data_files] if isinstance(data_files, str | dict) else data_files:
-        part, path = ("", item) if isinstance(item, str) else (str(item["split"]), item["path"])
-        subset.patterns.setdefault(part, []).extend([path] if isinstance(path, str) else path)
+    for item in data_files if is_list(data_files) else [data_files]:
+        part, paths = (str(item["split"]), item["path"]) if is_dict(item) else ("", item)
+        subset.patterns.setdefault(part, []).extend(paths if is_list(paths) else [str(paths)])
     return subset
 
 

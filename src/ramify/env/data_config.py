@@ -1,16 +1,14 @@
 """The keys that name rows: of the tasksets `dataset` and `swe`, and of `[data]` and `[validation]` of `ramify sft`."""
 
-from pathlib import Path
-from typing import Any
-
 from ramify.core.config import Config
-from ramify.core.hub import HubRepo, looks_like_id
-
-DATA_SUFFIXES = (".jsonl", ".parquet", ".arrow", ".csv", ".json")
 
 
 class DataFilesConfig(Config):
-    """Which files hold the rows."""
+    """Which files hold the rows of a dataset.
+
+    - `path`, `revision`: files here, or a dataset of the Hugging Face hub.
+    - `subset`, `part`: what is read of it.
+    """
 
     path: str
     """A jsonl, parquet, arrow, csv or json file, a directory of them, or the id ORG/NAME of a Hugging Face dataset."""
@@ -21,20 +19,12 @@ class DataFilesConfig(Config):
     part: str | None = None
     """The part of a dataset or directory to read, such as `train` or `test`. Default: all of it."""
 
-    @property
-    def repo(self) -> HubRepo | None:
-        """The dataset on the hub; None if `path` is, or can only be, a path here."""
-        is_path = Path(self.path).suffix in DATA_SUFFIXES or Path(self.path).expanduser().exists()
-        return None if is_path or not looks_like_id(self.path) else HubRepo("dataset", self.path)
-
-    @classmethod
-    def from_table(cls, table: dict[str, Any]) -> "DataFilesConfig":
-        """Return the keys that name the rows, out of a table with more keys. Raises ValueError if one is invalid."""
-        return DataFilesConfig(**{key: table[key] for key in DataFilesConfig.model_fields if key in table})
-
 
 class DataColumnsConfig(DataFilesConfig):
-    """Which files hold the rows, and the columns that tasks and conversations are both made of."""
+    """Which files hold the rows of a dataset, and the columns that tasks and conversations are both made of.
+
+    - `prompt_column`, `system_column`, `images_column`: the names of the columns.
+    """
 
     prompt_column: str = "prompt"
     """The column of the prompt: text, or a list of messages."""
