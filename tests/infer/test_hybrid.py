@@ -9,13 +9,26 @@ from hypothesis import strategies as st
 
 from ramify.core.errors import ConfigInvalid
 from ramify.infer.block_pool import BlockPool, StateSlots
+from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.request import Block, EngineRequest, SamplingParams
 from ramify.infer.scheduler import Scheduler
+from ramify.model.load import load_engine_model
 from ramify.model.weights import stage_weights
 from ramify.trace.version import PolicyVersion
-from tests.support.models import HYBRIDS, build_core, publish_as, reference, run, sampled_ids, scores
+from tests.support.models import (
+    DEVICE,
+    HYBRIDS,
+    build_core,
+    publish_as,
+    reference,
+    run,
+    sampled_ids,
+    scores,
+    write_llama,
+    write_qwen3_5,
+)
 
 A, B = PolicyVersion("hybrid", 0, 1), PolicyVersion("hybrid", 0, 2)
 SYSTEM = [(7 * index) % 90 + 3 for index in range(40)]
@@ -46,6 +59,26 @@ def sample(core: EngineCore, model, prompt: list[int], max_tokens: int = 10) -> 
 
 def test_dense_models_have_a_fused_forward(world, core):
     assert (core.runner.fused_model is not None) == (world[2] is HYBRIDS["qwen3_5"])
+
+
+@pytest.mark.parametrize("write", [write_llama, write_qwen3_5])
+def test_engine_runs_the_models_own_code_if_fused_operators_fail(write, tmp_path):
+    model = load_engine_model(write(tmp_path / "model"), dtype="float32", device=DEVICE)
+
+    def reject_long_tables(_, args, kwargs) -> None:
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        if positions.shape[-1] > 100:
+            raise IndexError("too many\nindices")
+
+    model.module.get_decoder().rotary_emb.register_forward_pre_hook(reject_long_tables, with_kwargs=True)
+    config = EngineConfig(device=DEVICE, dtype="float32", block_size=4, kv_cache_tokens=256, max_running_requests=4)
+    core = EngineCore(model, config, A)
+    problem = "the model's own code (fused operators failed: IndexError: too many)"
+    assert core.runner.fused_model is None and core.runner.ops_description == problem
+    (request,) = run(core, core.create_request(SYSTEM, SamplingParams(max_tokens=4, seed=1)))
+    expected = scores(reference(tmp_path / "model"), request.token_ids, 1.0)
+    for position, (token, logprob) in enumerate(zip(sampled_ids(request), request.logprobs), len(SYSTEM)):
+        assert abs(logprob - expected[position - 1, token].item()) < 1e-4
 
 
 def test_next_turn_continues_the_last_reply(world, core):

@@ -34,9 +34,10 @@ from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.infer.roofline import build_step_work
 from ramify.infer.sampler import compute_top_logprobs, sample_tokens
 from ramify.infer.scheduler import ScheduledChunk, Scheduler
-from ramify.model.fused_model import build_fused_model
+from ramify.model.device_memory import is_out_of_memory
+from ramify.model.fused_model import FusedModel, build_fused_model
 from ramify.model.load import LoadedModel
-from ramify.model.logprob_check import compute_logprobs
+from ramify.model.logprob_check import compute_logprobs, describe_error
 from ramify.model.weights import StagedWeights, apply_weights, get_untied_tensors
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE
 from ramify.trace.version import UNDEFINED_POLICY, PolicyVersion
@@ -390,14 +391,13 @@ def _build_runner(
     if model.state_specs and config.batch_invariant:
         raise ConfigInvalid("inference.batch_invariant is not supported for models with recurrent layers")
     on_gpu = model.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    use_plans, fused_model = on_gpu and not config.batch_invariant, None
-    # Steps with images run the model's own code, and in batch-invariant mode every step must have the same bits.
-    if config.fused_ops and not (config.batch_invariant and model.tower is not None):
-        fused_model = build_fused_model(model.module, planned=use_plans, state_specs=model.state_specs)
+    use_plans = on_gpu and not config.batch_invariant
+    fused_model, problem = _build_fused_model(model, config, planned=use_plans)
     options: dict[str, Any] = {
         "num_blocks": num_blocks,
         "block_size": config.block_size,
         "num_state_slots": limits.max_running_requests + limits.num_state_snapshots,
+        "ops_problem": problem,
     }
     if model.state_specs and fused_model is None:
         return HybridModelRunner(model, counters, **options)
@@ -410,6 +410,21 @@ def _build_runner(
         )
     fixed_rows = limits.max_num_batched_tokens if config.batch_invariant else None
     return ModelRunner(model, counters, fixed_rows=fixed_rows, **options)
+
+
+def _build_fused_model(
+    model: LoadedModel, config: EngineConfig, *, planned: bool
+) -> tuple[FusedModel | None, str | None]:
+    """Return the fused forward if the model has one, and what went wrong if it cannot be built."""
+    # Steps with images run the model's own code, and in batch-invariant mode every step must have the same bits.
+    if not config.fused_ops or (config.batch_invariant and model.tower is not None):
+        return None, None
+    try:
+        return build_fused_model(model.module, planned=planned, state_specs=model.state_specs), None
+    except Exception as error:  # a model with another structure than its type's may fail anywhere
+        if is_out_of_memory(error):
+            raise
+        return None, describe_error(error)
 
 
 def _build_state_slots(runner: ModelRunner, limits: EngineLimits, counters: EngineCounters) -> StateSlots | None:

@@ -69,7 +69,8 @@ class ModelRunner:
     """Owns the model's KV pool and runs steps.
 
     Without a `fused_model` it runs the model's own code. `compiled_ops` are the operators in C, if they are used;
-    `ops_description` names the operators for the log. `states` has the states of recurrent layers, if there are any.
+    `ops_description` names the operators for the log, with `ops_problem` if fused ones failed. `states` has the states
+    of recurrent layers, if there are any.
     """
 
     uses_plans = False  # whether steps have attention plans
@@ -85,6 +86,7 @@ class ModelRunner:
         fixed_rows: int | None = None,
         feature_cache_bytes: int = 0,
         num_state_slots: int = 0,
+        ops_problem: str | None = None,
     ) -> None:
         self.model, self.counters = model, counters
         self.states = StatePool(model.state_specs, num_state_slots, model.device) if model.state_specs else None
@@ -108,6 +110,8 @@ class ModelRunner:
         self.forward_with_images = build_image_forward(model.module)
         ops = self.fused_model.ops if self.fused_model else None
         self.ops_description = ops.description if ops else "the model's own code"
+        if ops_problem is not None:
+            self.ops_description += f" (fused operators failed: {ops_problem})"
         self.compiled_ops = ops if isinstance(ops, CompiledDecoderOps) else None
         self.kv_buffer_bytes = 0 if self.compiled_ops else MAX_KV_BUFFER_BYTES  # attention in C reads the pool itself
         self._last_batch: InputBatch | None = None

@@ -54,7 +54,7 @@ class FusedModel:
             has_gate=attention.q_proj.out_features > config.num_attention_heads * attention.head_dim,
         )
         all_positions = torch.arange(config.max_position_embeddings, device=embedding.device).unsqueeze(0)
-        if "mrope_section" in (config.rope_parameters or {}):
+        if hasattr(core.rotary_emb, "mrope_section"):
             all_positions = all_positions.expand(3, 1, -1)  # transformers 5.17 does not expand them itself
         cos, sin = (part[0] for part in core.rotary_emb(embedding[:1].unsqueeze(0), position_ids=all_positions))
         half = cos.shape[-1] // 2

@@ -16,7 +16,7 @@ from ramify.model.kernels.recurrent_ops import KEY_NORM_EPS, DeltaRuleWeights
 from ramify.model.kernels.state_pool import StatePool
 
 CONV_BLOCK = 512  # channels
-VALUES_PER_PROGRAM = 32
+VALUES_PER_PROGRAM = 64
 HEADS_PER_PROGRAM = 4
 
 
