@@ -1,0 +1,133 @@
+"""The engine with a model of Qwen3.5's shape on a GPU, beside a dense model with as many parameters.
+
+Both are random, with a vocabulary of 248,320. A wave is 8 groups of 16 requests with a common prompt of 368 tokens, and
+256 new tokens each; a decode step is the mean between the first token of the last request and the last token, the best
+of three waves. The logprobs of the hybrid's samples are compared with the model's own code. `--small` runs small models
+of the same structure in seconds on a CPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from _check import Row, finish, parser
+from _sampler_gpu import run_wave
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
+
+from ramify.infer.config import EngineConfig
+from ramify.infer.engine_core import EngineCore
+from ramify.infer.request import SamplingParams
+from ramify.model.load import load_engine_model
+from ramify.model.precision import disable_tf32_convolutions
+from ramify.trace.version import PolicyVersion
+
+WAVE, SMALL_WAVE = (8, 16, 368, 256), (2, 2, 20, 8)
+ROUNDS, CHECKED_REQUESTS = 3, 8
+MAX_RATIO, MIN_REPLAYED, MAX_MEAN_DIFFERENCE = 1.4, 0.95, 0.05
+ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+
+
+def build_configs(small: bool) -> dict[str, Any]:
+    """Return the configs of both models."""
+    shared: dict[str, Any] = {
+        "vocab_size": 40_000 if small else 248_320,
+        "hidden_size": 64 if small else 1024,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": True,
+    }
+    num_linear_heads = 2 if small else 16
+    return {
+        "hybrid": Qwen3_5TextConfig(
+            **shared,
+            linear_num_key_heads=num_linear_heads,
+            linear_num_value_heads=num_linear_heads,
+            intermediate_size=128 if small else 3584,
+            num_hidden_layers=4 if small else 24,
+            num_attention_heads=2 if small else 8,
+            num_key_value_heads=1 if small else 2,
+            head_dim=32 if small else 256,
+            rope_parameters=ROPE,
+        ),
+        "dense": Qwen3Config(
+            **shared,
+            intermediate_size=128 if small else 3072,
+            num_hidden_layers=4 if small else 32,
+            num_attention_heads=2 if small else 16,
+            num_key_value_heads=1 if small else 8,
+            head_dim=32 if small else 128,
+        ),
+    }
+
+
+def build_core(config: Any, directory: Path, small: bool, **settings: Any) -> EngineCore:
+    """Write a random model and return an engine for it."""
+    device, dtype = ("cpu", "float32") if small else ("cuda", "bfloat16")
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(directory)
+    del model
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "max_running_requests": 128, **settings}
+    options |= {"kv_cache_tokens": 4000 if small else 200_000, "max_num_batched_tokens": 8192}
+    loaded = load_engine_model(directory, dtype=dtype, device=device)
+    return EngineCore(loaded, EngineConfig(**options), PolicyVersion("bench"))
+
+
+def measure_step(core: EngineCore, wave: tuple[int, int, int, int]) -> tuple[float, float]:
+    """Return the milliseconds of a decode step, and the share of steps that were CUDA graphs."""
+    run_wave(core, *wave, seed=0)  # compiles kernels and captures graphs
+    steps, replayed = core.counters.steps, core.counters.replayed_steps
+    best = min(run_wave(core, *wave, seed=seed)[0] for seed in range(1, 1 + ROUNDS))
+    return best, (core.counters.replayed_steps - replayed) / (core.counters.steps - steps)
+
+
+@torch.no_grad()
+def measure_difference(core: EngineCore) -> float:
+    """Return the mean difference of the samples' logprobs from the model's own code; prompts begin alike."""
+    prompt = [300 + 7919 * index % 30_000 for index in range(200)]
+    requests = [
+        core.create_request(prompt[: 200 - index], SamplingParams(max_tokens=40, seed=index))
+        for index in range(CHECKED_REQUESTS)
+    ]
+    for request in requests:
+        core.enqueue(request)
+        core.step()
+    while core.has_unfinished_requests:
+        core.step()
+    module, differences = core.model.module, list[torch.Tensor]()
+    module.set_attn_implementation("sdpa")
+    for request in requests:
+        ids, start = torch.tensor(request.token_ids, device=core.model.device), len(request.prompt_token_ids)
+        scores = module(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1].float().log_softmax(-1)
+        logprobs = scores.gather(1, ids[start:, None]).squeeze(1)
+        differences.append((logprobs - torch.tensor(request.logprobs, device=ids.device)).abs())
+    return torch.cat(differences).mean().item()
+
+
+def main() -> int:
+    flags = parser(__doc__)
+    flags.add_argument("--small", action="store_true", help="small models on a CPU, without targets")
+    options = flags.parse_args()
+    small, wave = options.small, SMALL_WAVE if options.small else WAVE
+    disable_tf32_convolutions()
+    with tempfile.TemporaryDirectory() as scratch:
+        configs = build_configs(small)
+        dense, _ = measure_step(build_core(configs["dense"], Path(scratch) / "dense", small), wave)
+        core = build_core(configs["hybrid"], Path(scratch) / "hybrid", small)
+        hybrid, replayed = measure_step(core, wave)
+        difference = measure_difference(core)
+    rows = [
+        Row("a decode step of the hybrid", hybrid, None, "ms"),
+        Row("  of the dense model", dense, None, "ms"),
+        Row("  hybrid over dense", hybrid / dense, None, "x", None if small else MAX_RATIO),
+        Row("  steps in graphs", replayed, None, "of 1", None if small else MIN_REPLAYED, at_least=True),
+        Row("logprobs, mean difference from the model's own code", difference, None, "nats", MAX_MEAN_DIFFERENCE),
+    ]
+    return finish("the engine with a hybrid model", rows, options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
