@@ -118,6 +118,13 @@ def measure_error(result: TrainResult, exact: dict[str, torch.Tensor]) -> float:
     return (squares / sum(float(gradient.square().sum()) for gradient in exact.values())) ** 0.5
 
 
+def test_layers_of_a_kind_share_a_class_so_that_they_share_compiled_code():
+    policies = [build_policy(HYBRIDS["qwen3_5"], seed) for seed in range(2)]
+    layers = [layer.linear_attn for policy in policies for layer in policy.layers if hasattr(layer, "linear_attn")]
+    assert len(layers) == 4
+    assert len({type(layer) for layer in layers}) == 1
+
+
 def test_a_model_of_hundreds_of_levels_gives_the_gradients_of_flat_packs():
     """An agent of many turns, of which each leaves a branch behind."""
     turns = 60 if FULL else 20

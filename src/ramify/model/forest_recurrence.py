@@ -136,6 +136,38 @@ def pass_tracks(
     return out[..., :width]
 
 
+def measure_kernel_error(
+    key_heads: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Return the largest relative error of the Triton kernels' output and gradients, on a small forest.
+
+    The reference is PyTorch in float64.
+    """
+    stop, parent = np.array([CHUNK_SIZE + 6, CHUNK_SIZE + 9, CHUNK_SIZE + 14], np.int32), np.array([-1, 0, 0], np.int32)
+    segments = ForestSegments(np.append(np.int32(0), stop[:-1]), stop, parent, (parent + 1).astype(np.int32))
+    chunks, generator = ForestChunks.from_segments(segments, CHUNK_SIZE), torch.Generator().manual_seed(0)
+    shapes = [(key_heads, key_dim), (key_heads, key_dim), (heads, value_dim), (heads, value_dim), (heads,), (heads,)]
+    query, key, value, gradient, decay, strength = (
+        torch.randn(int(stop[-1]), *shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
+    vectors = [F.normalize(query, dim=-1), F.normalize(key, dim=-1), value, gradient]
+    *vectors, gradient = (tensor.to(dtype) for tensor in vectors)
+    results: list[list[Tensor]] = []
+    for place, wide in ((device, None), (torch.device("cpu"), torch.float64)):
+        inputs = [tensor.to(place, wide or dtype).requires_grad_() for tensor in vectors]
+        inputs += [
+            tensor.to(place, wide or torch.float32).requires_grad_()
+            for tensor in (-decay.abs() / 4, strength.sigmoid())
+        ]
+        with torch.enable_grad():
+            if wide is None:
+                out = pass_tracks(*inputs, TrackTables.from_chunks(chunks, place))
+            else:
+                out = gated_delta_rule(*inputs, ChunkBatch.from_chunks(chunks))
+            results.append([out.detach(), *torch.autograd.grad(out, inputs, gradient.to(out))])
+    return max(float((actual.cpu() - exact).norm() / exact.norm()) for actual, exact in zip(*results))
+
+
 def _pad_width(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length()) - width
 

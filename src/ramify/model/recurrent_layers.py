@@ -5,6 +5,7 @@ submodules stay; only `forward` differs, and only if it gets `seq_idx`, the argu
 which tokens belong together: here a `ForestRecurrence`. Without it a layer runs its own code.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from transformers.activations import ACT2FN
 
-from ramify.model.forest_recurrence import ForestRecurrence
+from ramify.core.errors import ModelUnsupported
+from ramify.model.forest_recurrence import ForestRecurrence, measure_kernel_error
 
+MAX_KERNEL_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 NORM_EPS = 1e-6  # of the norms of queries and keys, as in transformers
 
 
@@ -103,9 +106,29 @@ def add_forest_layers(model: nn.Module) -> int:
     """Let the recurrent layers of a model read forests; returns their number."""
     layers = [module for module in model.modules() if type(module).__name__ in FOREST_LAYERS]
     for layer in layers:
-        own_class = type(layer)
-        layer.__class__ = type(f"Forest{own_class.__name__}", (FOREST_LAYERS[own_class.__name__], own_class), {})
+        layer.__class__ = _derive_class(type(layer))
     return len(layers)
+
+
+@cache
+def _derive_class(own_class: type[nn.Module]) -> type[nn.Module]:
+    """Return the class for forests of layers of a class. There is only one: compiled code is made for a class."""
+    return type(f"Forest{own_class.__name__}", (FOREST_LAYERS[own_class.__name__], own_class), {})
+
+
+def check_kernels(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ModelUnsupported if the kernels of a GPU compute the model's gated delta rule wrongly in a dtype.
+
+    The check of logprobs when a model is loaded runs on the CPU and does not see kernels.
+    """
+    layer: Any = next((module for module in model.modules() if isinstance(module, ForestDeltaNet)), None)
+    if layer is None:
+        return
+    sizes = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    error = measure_kernel_error(*sizes, dtype, device)
+    if not error <= MAX_KERNEL_ERRORS[dtype]:  # rejects NaN too
+        problem = f"the kernels of the gated delta rule are wrong by {error:.2g} in {dtype}"
+        raise ModelUnsupported(f"{problem} on {torch.cuda.get_device_name(device)}; try another version of Triton")
 
 
 def _normalize(heads: Tensor) -> Tensor:

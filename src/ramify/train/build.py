@@ -13,6 +13,7 @@ from ramify.model.lora import add_adapters, quantize_base
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import DtypeChoice, choose_dtype
 from ramify.model.quantization import QuantizeMode
+from ramify.model.recurrent_layers import check_kernels
 from ramify.model.tree_attention import describe_tree_attention
 from ramify.processes.training_lock import RESERVED_MEMORY_VARIABLE
 from ramify.run.store.image_store import ImageStore
@@ -68,6 +69,8 @@ def build_trainer(
         model_path, config, ranks, saved_moments=saved_moments, seq_len=seq_len, quantize=quantize, log=log
     )
     policy = _load_policy(model_path, config, ranks, choice.dtype, quantize)
+    if is_cuda:
+        check_kernels(policy.model, choice.dtype, ranks.device)
     log(FLAT_DESCRIPTION if flat else describe_pack_layout(policy.model.config))
     if experts := describe_experts(policy.model.config.to_dict()):
         log(experts)

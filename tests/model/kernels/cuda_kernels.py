@@ -15,7 +15,14 @@ from ramify.infer.request import SamplingParams
 from ramify.infer.sampler import uniform_noise
 from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
 from ramify.model.forest_chunks import ForestChunks, find_ancestors
-from ramify.model.forest_recurrence import CHUNK_SIZE, PathTables, TrackTables, convolve_paths, pass_tracks
+from ramify.model.forest_recurrence import (
+    CHUNK_SIZE,
+    PathTables,
+    TrackTables,
+    convolve_paths,
+    measure_kernel_error,
+    pass_tracks,
+)
 from ramify.model.forest_segments import ForestSegments
 from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
@@ -326,6 +333,13 @@ def test_tracks_of_chunks_have_the_outputs_and_gradients_of_the_delta_rule_in_fl
     results = [out, *torch.autograd.grad(out, inputs, gradient.to(out))]
     for actual, expected in zip(results, [exact, *torch.autograd.grad(exact, exact_inputs, gradient)]):
         assert (actual.cpu() - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float16, 3e-3), pytest.param(torch.float32, 1e-5, marks=long_in_the_interpreter)]
+)
+def test_the_measured_error_of_the_kernels_is_rounding(dtype, limit):
+    assert 0 < measure_kernel_error(1, 2, 16, 16, dtype, DEVICE) < limit
 
 
 @pytest.mark.parametrize(("width", "has_bias"), [(4, False), (3, True)])

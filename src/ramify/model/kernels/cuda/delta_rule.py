@@ -26,8 +26,8 @@ LAUNCH_OPTIONS = {
     "_compute_outputs": (64, 4, 2),
     "_backward_outputs": (64, 4, 2),
     "_pass_gradients": (32, 4, 2),
-    "_backward_states": (32, 4, 2),
-    "_backward_system": (32, 4, 2),
+    "_backward_states": (32, 4, 1),
+    "_backward_system": (32, 4, 1),
 }
 
 
@@ -454,7 +454,7 @@ def gated_delta_rule_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the inputs."""
     sizes = _get_sizes(query, value, chunk_size)
-    heads, key_heads, value_dim = sizes["HEADS"], sizes["KEY_HEADS"], sizes["V"]
+    heads, key_heads, value_dim, dtype = sizes["HEADS"], sizes["KEY_HEADS"], sizes["V"], value.dtype
     states, new, u, w = _compute_states(
         key, value, decay, strength, inverse, chunks, track_chunks, tracks, fork_tracks, rounds, sizes
     )
@@ -470,24 +470,24 @@ def gated_delta_rule_backward_op(
             query, key, w, decay, grad, chunks, track_chunks, tracks, fork_tracks, d_states, d_new, d_starts,
             first, num_roots, scale, **constants,
         )  # fmt: skip
-    summed = torch.float32 if heads > key_heads else key.dtype  # of the heads that share a key
-    shape = len(key), heads, key.shape[2]
-    d_query, d_key = (key.new_empty(shape, dtype=summed) for _ in range(2))
-    d_key_states, d_w, d_decay = key.new_empty(shape, dtype=torch.float32), torch.empty_like(w), torch.empty_like(decay)
+    # In bfloat16, Triton 3.6 compiles the last two kernels for an H200 to code that is wrong: they get float32.
+    query, key, value, u, w, new, inverse, states, grad, d_states, d_new = (
+        tensor.float() for tensor in (query, key, value, u, w, new, inverse, states, grad, d_states, d_new)
+    )
+    d_query, d_key, d_key_states, d_w = (torch.empty_like(w) for _ in range(4))
+    d_value, d_decay, d_log_decay, d_strength = torch.empty_like(value), *(torch.empty_like(decay) for _ in range(3))
     constants = _get_constants("_backward_states", sizes, value)
     _backward_states[heads, len(chunks)](
         query, key, new, decay, states, grad, d_states, d_new, chunks, d_query, d_key_states, d_w, d_decay, scale,
         **constants,
     )  # fmt: skip
-    d_value, d_log_decay, d_strength = torch.empty_like(value), torch.empty_like(decay), torch.empty_like(decay)
     constants = _get_constants("_backward_system", sizes, value)
     _backward_system[heads, len(chunks)](
         key, value, u, w, decay, strength, inverse, d_new, d_w, d_key_states, d_decay, chunks,
         d_key, d_value, d_log_decay, d_strength, **constants,
     )  # fmt: skip
-    if heads > key_heads:
-        d_query, d_key = (tensor.unflatten(1, (key_heads, -1)).sum(2).to(key.dtype) for tensor in (d_query, d_key))
-    return d_query, d_key, d_value, d_log_decay, d_strength
+    d_query, d_key = (tensor.unflatten(1, (key_heads, -1)).sum(2).to(dtype) for tensor in (d_query, d_key))
+    return d_query, d_key, d_value.to(dtype), d_log_decay, d_strength
 
 
 def _get_sizes(query: Tensor, value: Tensor, chunk_size: int) -> dict[str, int]:
