@@ -12,7 +12,7 @@ from ramify.infer.block_pool import BlockPool, StateSlots
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore
 from ramify.infer.metrics import EngineCounters
-from ramify.infer.request import Block, EngineRequest, SamplingParams
+from ramify.infer.request import PENDING_TOKEN, Block, EngineRequest, SamplingParams
 from ramify.infer.scheduler import Scheduler
 from ramify.model.load import load_engine_model
 from ramify.model.weights import stage_weights
@@ -187,6 +187,31 @@ def step(scheduler: Scheduler, states: RecordedStates) -> None:
                 scheduler.finish_request(request)
 
 
+def launch(scheduler: Scheduler, states: RecordedStates, launched: list[tuple[EngineRequest, int]]):
+    """Launch a step as on a GPU, then read the tokens of the step before; return the tokens that are being sampled.
+
+    The token with index i of a reply is i % 3, which the GPU knows before the host.
+    """
+    sampling: list[tuple[EngineRequest, int]] = []
+    for chunk in scheduler.schedule():
+        request, tokens = chunk.request, states.tokens[chunk.request.state_slot]
+        ids = [index % 3 if token == PENDING_TOKEN else token for index, token in enumerate(request.token_ids)]
+        assert tokens == ids[: chunk.start]
+        tokens += ids[chunk.start : chunk.stop]
+        request.num_computed_tokens = chunk.stop
+        if chunk.samples_next:
+            request.expect_token(len(sampling))
+            sampling.append((request, chunk.stop))
+    scheduler.pool.take_snapshots()
+    for request, index in launched:
+        if request.is_expecting(index):
+            request.append_token(index % 3, 0.0, None)
+            if request.finish_reason:
+                request.drop_pending()
+                scheduler.finish_request(request)
+    return sampling
+
+
 Arrivals = st.lists(
     st.tuples(st.integers(0, 30), st.lists(st.integers(0, 1), min_size=1, max_size=20), st.integers(1, 12)),
     min_size=1,
@@ -197,9 +222,13 @@ Arrivals = st.lists(
 def test_states_are_those_of_the_tokens():
     totals: Counter[str] = Counter()
 
-    @settings(max_examples=200)  # a few do not reach all counters below
-    @given(Arrivals, st.integers(40, 120), st.sampled_from([1, 2, 4]), st.integers(0, 6), st.integers(5, 16))
-    def property_holds(arrivals, cache_tokens, block_size, num_snapshots, budget):
+    @settings(max_examples=300)  # a few do not reach all counters below
+    @given(
+        Arrivals, st.integers(40, 120), st.sampled_from([1, 2, 4]), st.integers(0, 6), st.integers(5, 16), st.booleans()
+    )
+    def property_holds(arrivals, cache_tokens, block_size, num_snapshots, budget, is_ahead):
+        launched: list[tuple[EngineRequest, int]] = []
+        stop_ids = frozenset({2}) if is_ahead else frozenset()
         counters, states = EngineCounters(), RecordedStates(5 + num_snapshots)
         slots = StateSlots(states, 5, num_snapshots, counters)
         pool = BlockPool(cache_tokens // block_size + 1, block_size, counters, states=slots)
@@ -207,9 +236,12 @@ def test_states_are_those_of_the_tokens():
         for now in range(600):
             for arrival, prompt, max_tokens in arrivals:
                 if arrival == now:
-                    params = SamplingParams(max_tokens=max_tokens, seed=0)
+                    params = SamplingParams(max_tokens=max_tokens, seed=0, stop_ids=stop_ids)
                     scheduler.add_request(EngineRequest(list(prompt), params, max_tokens))
-            step(scheduler, states)
+            if is_ahead:
+                launched = launch(scheduler, states, launched)
+            else:
+                step(scheduler, states)
             for block, slot in slots.snapshots.items():
                 assert states.tokens[slot] == list_path_tokens(block)
             if now > 30 and not scheduler.running and not scheduler.waiting:

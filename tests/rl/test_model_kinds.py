@@ -138,7 +138,8 @@ def test_tiny_hybrid_learns_to_reverse_text(tmp_path):
     subprocess.run([*build, "-o", str(model)], cwd=REPOSITORY, check=True, timeout=1200)
     assert sum(file.stat().st_size for file in model.iterdir()) < 3_000_000
     flags = ["--name", "run", "-m", str(model), "--trainer.optim.lr", "3e-4"]
-    result = run_command("rl", "@", str(REPOSITORY / "examples/reverse_text/rl.toml"), *flags, cwd=tmp_path)
+    example = str(REPOSITORY / "examples/reverse_text/rl.toml")
+    result = run_command("rl", "@", example, *flags, cwd=tmp_path, timeout=900.0)
     assert result.returncode == 0, result.stdout + result.stderr
     evals = read_values(tmp_path / "outputs" / "run", "eval/held-out/avg")
     assert evals[-1] >= evals[0] + 0.2
