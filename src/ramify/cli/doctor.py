@@ -37,7 +37,6 @@ TORCH_PROBE_SCRIPT = """
 import json, torch
 from ramify.model.precision import describe_cpu
 
-STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
 devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 print(json.dumps({
     "version": torch.__version__,
