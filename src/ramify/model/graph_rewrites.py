@@ -23,7 +23,14 @@ Rewrite = tuple[Callable[..., Any], Callable[..., Any], list[Callable[..., bool]
 KERNEL_SOURCE_HASH = sha256(
     b"".join(
         (Path(__file__).parent / "kernels" / "cuda" / name).read_bytes()
-        for name in ("tree_attention.py", "scores.py", "add_norm.py", "norm_rotary.py")
+        for name in (
+            "tree_attention.py",
+            "scores.py",
+            "delta_rule.py",
+            "path_convolution.py",
+            "add_norm.py",
+            "norm_rotary.py",
+        )
     )
 ).hexdigest()
 """Part of the key of the compiler's disk cache. The key covers the graph, but not what its operators do in the backward
