@@ -14,9 +14,9 @@ from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks
 from ramify.train.losses import load_loss
-from ramify.train.policy_model import load_policy
+from ramify.train.policy_model import _check_agreement, load_policy
 from tests.support.models import build_core, reference, run, sampled_ids, scores, write_random_model
-from tests.support.training import SIZES
+from tests.support.training import HYBRIDS, SIZES, build_policy
 
 SINGLE_RANK = Ranks(torch.device("cpu"))
 DECODERS = {
@@ -70,6 +70,20 @@ def test_trainer_rejects_differing_logprobs(tmp_path):
     LlamaWithHeadLayer(HeadLayerConfig(**SIZES)).save_pretrained(tmp_path / "other")
     with pytest.raises(ModelUnsupported, match=r"LlamaWithHeadLayer: .* logprobs of check tokens differ by"):
         load_policy(tmp_path / "other", load_loss("dppo"), device=torch.device("cpu"))
+
+
+def drop_paths(module, args, kwargs):
+    """Do as a version of transformers would that does not pass `seq_idx` on to recurrent layers."""
+    return args, {name: value for name, value in kwargs.items() if name != "seq_idx"}
+
+
+@pytest.mark.parametrize("shape", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
+def test_trainer_rejects_states_that_pass_from_tree_to_tree(shape):
+    policy = build_policy(HYBRIDS[shape])
+    _check_agreement(policy)
+    policy.model.get_decoder().register_forward_pre_hook(drop_paths, with_kwargs=True)
+    with pytest.raises(ModelUnsupported, match="logprobs of check tokens differ by"):
+        _check_agreement(policy)
 
 
 @pytest.mark.parametrize(

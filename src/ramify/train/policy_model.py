@@ -29,7 +29,7 @@ from ramify.model.resolve import fetch_model
 from ramify.model.tree_attention import ATTENTION_NAME, BLOCK_SIZE, read_attention_settings
 from ramify.model.vision import build_image_inputs, get_vision_tower
 from ramify.model.weights_manifest import read_tensor_dtypes
-from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest
+from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest, concat_forests
 from ramify.trace.forest import START_LOGPROB
 from ramify.train import recompute
 from ramify.train.batch import START_REFERENCE_COUNT, pack_forests
@@ -237,12 +237,16 @@ def _compute_in_float32(policy: PolicyModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _check_agreement(policy: PolicyModel) -> None:
-    """Raise ModelUnsupported unless a policy on the CPU scores a few tokens as the model itself does."""
+    """Raise ModelUnsupported unless a policy on the CPU scores a few tokens as the model itself does.
+
+    They are two trees of a pack, because a layer that ignores how the pack is laid out gets the first one right.
+    """
     model = policy.model
     ids = build_check_ids(model.config)
     expected = compute_reference_logprobs(model, ids, get_attention_name(policy.layout))
     try:
-        inputs = build_model_inputs(build_chain(ids), layout=policy.layout, attention=policy.attention)
+        pack = concat_forests([build_chain(ids) for _ in range(2)])
+        inputs = build_model_inputs(pack, layout=policy.layout, attention=policy.attention)
         actual, _ = policy.compute_logprobs(inputs)
     except RamifyError:
         raise
@@ -250,7 +254,8 @@ def _check_agreement(policy: PolicyModel) -> None:
         if is_out_of_memory(error):
             raise
         raise unsupported_error("trainer", model, error) from error
-    check_logprobs("trainer", model, expected, actual)
+    for logprobs in actual.chunk(2):
+        check_logprobs("trainer", model, expected, logprobs)
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
         raise ModelUnsupported(f"{type(model).__name__} has no list of layers, which the trainer compiles and shards")
 
