@@ -17,6 +17,7 @@ from ramify.core.config import parse
 from ramify.core.errors import DeadlineExceeded
 from ramify.infer.config import ExternalServersConfig
 from ramify.orchestrate.run_config import RunConfig
+from ramify.processes.interpreter import VENVS_VARIABLE
 from tests.support.plans import plan_here
 from tests.support.processes import RUNS_FOREVER, fails_with, list_running, read_pids, wait_until
 
@@ -39,11 +40,12 @@ sys.meta_path.insert(0, Block())
 
 @pytest.fixture
 def blocked(tmp_path):
-    """Environment variables under which a process and its children cannot import heavy libraries."""
+    """Environment variables under which a process and its children cannot import heavy libraries, and find no venv."""
     folder = tmp_path / "blocked"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(BLOCKED)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, VENVS_VARIABLE: str(tmp_path / "venvs")}
 
 
 # -- the plan --------------------------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ def _multiply_in_thread(connection: Connection) -> None:
     thread.join()
 
 
+@pytest.mark.process
 def test_product_works_in_a_thread_of_a_forked_process():
     """An engine may be forked from a process that has loaded torch, and computes in its own thread."""
     fork = multiprocessing.get_context("fork")
