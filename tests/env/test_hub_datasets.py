@@ -104,6 +104,16 @@ def test_card_of_a_local_directory_counts(hub, tmp_path):
         read_questions(str(tmp_path / "sums"))
 
 
+@pytest.mark.parametrize(
+    "configs", ["- data_files: a.jsonl", "- config_name: a\n  data_files: {train: a.jsonl}", "a", "[a"]
+)
+def test_a_card_that_cannot_be_read_is_named(tmp_path, configs):
+    (tmp_path / "a.jsonl").write_bytes(make_jsonl("a"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
+    with pytest.raises(ConfigInvalid, match=r"README.md: `configs` cannot be read .* correct it, or remove README.md"):
+        read_questions(str(tmp_path))
+
+
 def test_broken_transfer_is_resumed_and_finished_files_are_not_repeated(hub):
     row = json.dumps({"question": "a" * 2 * CHUNK}).encode()
     hub.add("datasets", "org/long", {"train-0.jsonl": row, "train-1.jsonl": make_jsonl("short")})

@@ -278,13 +278,23 @@ def _choose_subset(subsets: Mapping[str, DataSubset], config: DataFilesConfig) -
 
 
 def _read_card(card: Path) -> dict[str, DataSubset]:
-    """Return the subsets that the card of a dataset lists, by name; an empty dict if it lists none."""
+    """Return the subsets that the card of a dataset lists, by name; an empty dict if it lists none.
+
+    Raises ConfigInvalid if they are not listed as on the hub.
+    """
     if not card.is_file() or "configs:" not in card.read_text("utf-8", errors="replace"):
         return {}
     hub: Any = import_module("huggingface_hub")  # few starts need it
-    metadata: dict[str, Any] = hub.metadata_load(card) or {}
-    entries: list[dict[str, Any]] = metadata.get("configs") or []
-    return {str(entry["config_name"]): _parse_subset(entry) for entry in entries if entry.get("data_files")}
+    yaml: Any = import_module("yaml")
+    try:
+        entries: list[dict[str, Any]] = (hub.metadata_load(card) or {}).get("configs") or []
+        return {str(entry["config_name"]): _parse_subset(entry) for entry in entries if entry.get("data_files")}
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        expected = "each entry needs `config_name`, and `data_files` with `split` and `path`"
+        raise ConfigInvalid(
+            f"dataset: {card}: `configs` cannot be read ({problem}): {expected}; correct it, or remove {CARD}"
+        ) from error
 
 
 def _parse_subset(entry: Mapping[str, Any]) -> DataSubset:
