@@ -12,6 +12,7 @@ from ramify.core.async_calls import (
     fail_after,
     map_in_daemon_threads,
     retry,
+    unwrap_exception_group,
 )
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProviderError
 
@@ -98,3 +99,11 @@ async def test_cancel_all_waits_until_the_tasks_have_ended():
     await asyncio.sleep(0)
     await cancel_all(tasks)
     assert ended == [True, True]
+
+
+def test_the_named_failure_is_found_in_nested_groups():
+    failure = ProviderError("refused")
+    nested = ExceptionGroup("outer", [ValueError("bug"), ExceptionGroup("inner", [ExceptionGroup("core", [failure])])])
+    assert unwrap_exception_group(nested) is failure
+    bug = ValueError("bug")
+    assert unwrap_exception_group(ExceptionGroup("outer", [ExceptionGroup("inner", [bug])])) is bug

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from ramify.core.errors import DeadlineExceeded, RamifyError
 
@@ -129,6 +129,15 @@ async def cancel_all(tasks: Iterable["asyncio.Future[Any]"]) -> None:
     for task in ending_tasks:
         task.cancel()
     await asyncio.gather(*ending_tasks, return_exceptions=True)
+
+
+def unwrap_exception_group(error: BaseException) -> BaseException:
+    """Return the first RamifyError in an exception group, which may hold groups, else its first exception."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    group = cast(BaseExceptionGroup[BaseException], error)
+    errors = [unwrap_exception_group(nested) for nested in group.exceptions]
+    return next((nested for nested in errors if isinstance(nested, RamifyError)), errors[0])
 
 
 class WatchTasks(Generic[K]):

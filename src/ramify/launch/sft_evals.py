@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from ramify.core.async_calls import cancel_all
+from ramify.core.async_calls import cancel_all, unwrap_exception_group
 from ramify.core.errors import Failure
 from ramify.infer.config import ExternalServersConfig, ModelConfig, ServeConfig, ServerConfig
 from ramify.orchestrate.connected_source import ConnectedSource, build_connected_source
@@ -88,7 +88,7 @@ class RolloutEvals:
                 )
                 await evaluator.run(step, names)
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            raise unwrap_exception_group(failures) from None
 
     async def _start_engine(self, model: Path, stack: contextlib.AsyncExitStack) -> str:
         config = self._config

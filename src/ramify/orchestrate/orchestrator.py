@@ -9,10 +9,10 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
-from typing import Any, cast
+from typing import Any
 
-from ramify.core.async_calls import cancel_all
-from ramify.core.errors import RamifyError, RunStalled
+from ramify.core.async_calls import cancel_all, unwrap_exception_group
+from ramify.core.errors import RunStalled
 from ramify.core.names import format_count
 from ramify.orchestrate import background, status
 from ramify.orchestrate.background import ShowSamples
@@ -92,7 +92,7 @@ class Orchestrator:
                     for task in tasks.values():
                         task.cancel()
             except BaseExceptionGroup as group:
-                raise _unwrap_exception_group(group) from group
+                raise unwrap_exception_group(group) from group
             return exit_code
 
     def request_stop(self) -> None:
@@ -179,12 +179,3 @@ async def run_unless_stopped(stop_requested: asyncio.Event, work: Coroutine[Any,
         return work_task.done()
     finally:
         await cancel_all(tasks)
-
-
-def _unwrap_exception_group(error: BaseException) -> BaseException:
-    """Return the first RamifyError in an exception group, else its first exception."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    group = cast(BaseExceptionGroup[BaseException], error)
-    errors = [_unwrap_exception_group(nested) for nested in group.exceptions]
-    return next((nested for nested in errors if isinstance(nested, RamifyError)), errors[0])

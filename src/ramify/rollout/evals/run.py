@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ramify.core.async_calls import unwrap_exception_group
 from ramify.core.config import (
     CONFIG_FILE,
     expand_model_name,
@@ -272,7 +273,7 @@ class EvalRunner:
                 for number in range(min(self.config.concurrency, len(rollouts))):
                     group.create_task(self._run_from_queue(queue), name=f"rollouts {number}")
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            raise unwrap_exception_group(failures) from None
         finally:
             self.display.refresh(self.progress)  # the last rollouts
 
