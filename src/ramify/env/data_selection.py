@@ -287,7 +287,8 @@ def _read_card(card: Path) -> dict[str, DataSubset]:
     hub: Any = import_module("huggingface_hub")  # few starts need it
     yaml: Any = import_module("yaml")
     try:
-        entries: list[dict[str, Any]] = (hub.metadata_load(card) or {}).get("configs") or []
+        metadata: dict[str, Any] = hub.metadata_load(card) or {}
+        entries: list[dict[str, Any]] = metadata.get("configs") or []
         return {str(entry["config_name"]): _parse_subset(entry) for entry in entries if entry.get("data_files")}
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
