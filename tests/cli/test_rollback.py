@@ -72,6 +72,20 @@ def test_rollback_ends_the_history_at_the_step(run, capsys):
         assert store.get_fact(FINISHED_KEY) is None
 
 
+def test_exported_models_of_later_steps_are_renamed(run, capsys):
+    models = run / "models"
+    for name in ("run-000002", "run-000004", "notes", "run-4"):
+        (models / name).mkdir(parents=True)
+    assert main(["rollback", str(run), "2"]) == 0
+    assert sorted(path.name for path in models.iterdir()) == [
+        "notes",
+        "rolled_back_1.run-000004",
+        "run-000002",
+        "run-4",
+    ]
+    assert f"kept; remove it when you do not need it: {models}/rolled_back_1.run-000004" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("step", "code", "reason"),
     [

@@ -1,4 +1,8 @@
-"""`ramify rollback RUN STEP`: resume a run from an older checkpoint, for example if the newest one is damaged."""
+"""`ramify rollback RUN STEP`: resume a run from an older checkpoint, for example if the newest one is damaged.
+
+Models that were exported from later steps are renamed like the checkpoints, so that `ramify export` and `run:NAME@STEP`
+do not take them for the models of the steps that are trained again.
+"""
 
 import asyncio
 from argparse import Namespace
@@ -10,12 +14,14 @@ from ramify.core.errors import CheckpointRefused, ConfigInvalid
 from ramify.core.interactive import call_interruptible
 from ramify.launch.head import check_newest_head
 from ramify.launch.run_directory import FINISHED_KEY
+from ramify.model.run_models import MODELS_DIR, find_model_step
 from ramify.run.lookup import find_run
 from ramify.run.store import RunStore, storage_call, wrap_storage_errors
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.run_log import build_event_change
 from ramify.run.store.run_store import build_fact_change
 from ramify.train.checkpoint_manifest import (
+    CHECKPOINTS_DIR,
     find_committed_checkpoint,
     list_checkpoints,
     list_completed_steps,
@@ -25,24 +31,24 @@ from ramify.train.checkpoint_manifest import (
 
 
 def run(options: Namespace) -> int:
-    """Verify the checkpoint, end the run's history there, and rename newer checkpoints."""
+    """Verify the checkpoint, end the run's history there, and rename newer checkpoints and models."""
     path, committed, renamed = call_interruptible(partial(_roll_back, options.run, options.step), "rollback")
     command = build_resume_command(path)
     advice = f"resume with: {command}" if command else "rerun the command that started it"
     print(f"{path} is rolled back to step {options.step}; {advice}")
     if committed > options.step:
         print(f"steps {options.step} to {committed - 1} are trained again, on the same batches")
-    for checkpoint in renamed:
-        print(f"kept; remove it when you do not need it: {checkpoint}")
+    for directory in renamed:
+        print(f"kept; remove it when you do not need it: {directory}")
     return 0
 
 
 def _roll_back(run: str, step: int) -> tuple[Path, int, list[Path]]:
-    """Roll a run back; return its path, the step at which its history ended, and the renamed checkpoints."""
+    """Roll a run back; return its path, the step at which its history ended, and the renamed directories."""
     with storage_call(Path(run)):
         path = find_run(run)
         check_newest_head(path)
-        checkpoints = path / "checkpoints"
+        checkpoints = path / CHECKPOINTS_DIR
         steps = list_completed_steps(checkpoints)
     if step not in steps:
         existing = ", ".join(map(str, steps)) or "none"
@@ -54,7 +60,7 @@ def _roll_back(run: str, step: int) -> tuple[Path, int, list[Path]]:
         checkpoint_dir = find_committed_checkpoint(checkpoints, step, commit_dir)
         verify_checkpoint(checkpoint_dir)
         committed = _roll_back_ledger(ledger, step, checkpoint_dir)
-        return path, committed, _rename_newer(checkpoints, step)
+        return path, committed, _rename_newer(path, step)
 
 
 def _roll_back_ledger(ledger: Ledger, step: int, checkpoint: Path) -> int:
@@ -70,14 +76,19 @@ def _roll_back_ledger(ledger: Ledger, step: int, checkpoint: Path) -> int:
     return committed
 
 
-def _rename_newer(directory: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after `step`, so that the run does not load them, and return their new paths."""
-    renamed: list[Path] = []
-    for checkpoint in list_checkpoints(directory):
-        name, number = parse_checkpoint_name(checkpoint.name), 1
-        if name is None or name[0] <= step:
-            continue
-        while (target := directory / f"rolled_back_{number}.{checkpoint.name}").exists():
-            number += 1
-        renamed.append(checkpoint.rename(target))
-    return renamed
+def _rename_newer(run: Path, step: int) -> list[Path]:
+    """Rename the checkpoints and the exported models after `step`, so that they are not used; return the new paths."""
+    saved = [
+        (name[0], path)
+        for path in list_checkpoints(run / CHECKPOINTS_DIR)
+        if (name := parse_checkpoint_name(path.name))
+    ]
+    models = [(number, path) for path in sorted((run / MODELS_DIR).glob("*")) if (number := find_model_step(run, path))]
+    return [_rename_aside(path) for number, path in [*saved, *models] if number > step]
+
+
+def _rename_aside(path: Path) -> Path:
+    number = 1
+    while (target := path.with_name(f"rolled_back_{number}.{path.name}")).exists():
+        number += 1
+    return path.rename(target)

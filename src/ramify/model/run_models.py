@@ -21,6 +21,12 @@ def get_model_directory(run: Path, step: int) -> Path:
     return run / MODELS_DIR / f"{run.resolve().name}-{step:06}"
 
 
+def find_model_step(run: Path, directory: Path) -> int | None:
+    """Return the step of a directory in MODELS_DIR of a run; None if it is not named as `get_model_directory` does."""
+    step = directory.name.removeprefix(f"{run.resolve().name}-")
+    return int(step) if step.isdecimal() and get_model_directory(run, int(step)).name == directory.name else None
+
+
 def expand_run_model(name: str) -> str:
     """Return the directory of a model that is named by a run, and other names unchanged. Raises ModelNotFound."""
     return str(resolve_run_model(name)) if name.startswith(RUN_PREFIX) else name
