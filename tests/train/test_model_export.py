@@ -76,6 +76,15 @@ def test_model_of_a_step_is_the_published_one(finished, tmp_path, capsys):
         shutil.move(moved, finished.weights)
 
 
+def test_a_run_that_was_rolled_back_publishes_the_weights_that_it_trained_again(tmp_path):
+    weights = run_two_steps(tmp_path).weights
+    before = read_tensors(weights)
+    assert main(["rollback", str(tmp_path / "run"), "1"]) == 0
+    assert main(["sft", "@", str(tmp_path / "run" / "config.toml"), "--trainer.optim.lr", "1e-3"]) == 0
+    after = read_tensors(weights)
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
+
+
 def test_best_step_is_that_of_a_metric(finished, tmp_path, capsys):
     losses = {metric["step"]: metric["value"] for metric in _read_metrics(finished, capsys, "train/loss")}
     assert main(["export", str(finished.path), "--model", str(tmp_path / "best"), "--step", "best:train/loss"]) == 0

@@ -212,6 +212,13 @@ class WeightPublisher:
                     self._warn(f"{error.name}: {error.message}; {version} is removed later")
                     return
 
+    def remove_after(self, step: int) -> None:
+        """Remove the versions of later steps: they are trained again, perhaps with other settings."""
+        with self.ranks.raise_together():
+            for version in self.list_versions() if self.ranks.is_first else ():
+                if version.step > step:
+                    self._remove(self.path_for(version.incarnation, version.step))
+
     def _remove(self, path: Path) -> None:
         """Remove a version. Its directory is removed last, because `prune` lists directories."""
         if self.url is not None:

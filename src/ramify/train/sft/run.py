@@ -222,6 +222,7 @@ class _SftRun:
         if first_step >= self.total_steps and (path := publisher.path_for(0, first_step)).exists():
             self._evaluate(path, is_last=True)
             return SftResult(plan.path, first_step, 0, path)
+        publisher.remove_after(first_step)
         if not first_step:
             self._evaluate(plan.model_path)
         trainer = build_trainer(
