@@ -101,6 +101,15 @@ def test_a_forest_has_the_outputs_and_gradients_of_its_paths(size, dtype, tolera
         assert (actual - expected).norm() <= tolerance * expected.norm()
 
 
+def test_only_the_result_of_bfloat16_inputs_is_rounded():
+    segments = build_segments(LENGTHS, PARENTS)
+    inputs = [tensor.detach() for tensor in build_inputs(sum(LENGTHS), torch.bfloat16)]
+    out = gated_delta_rule(*inputs, ChunkBatch.from_chunks(ForestChunks.from_segments(segments, 64)))
+    exact = compute_by_paths(segments, [tensor.double() for tensor in inputs])
+    rounded = exact.to(torch.bfloat16)
+    assert (out.double() - exact).norm() <= 1.01 * (rounded.double() - exact).norm()
+
+
 def test_a_step_is_a_step_of_transformers():
     query, key, value, log_decay, strength = (tensor.detach() for tensor in build_inputs(9, torch.float32))
     repeated = [tensor.repeat_interleave(HEADS // KEY_HEADS, 1)[None] for tensor in (query, key)]

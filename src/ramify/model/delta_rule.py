@@ -73,7 +73,8 @@ def _gated_delta_rule(
         rows = padded.index_select(0, chunks.token_index.flatten()).unflatten(0, chunks.token_index.shape)
         return rows.transpose(1, 2)
 
-    q, k = (to_chunks(tensor).repeat_interleave(repeats, 1) for tensor in (query * query.shape[-1] ** -0.5, key))
+    q, k = (to_chunks(tensor).repeat_interleave(repeats, 1) for tensor in (query, key))
+    q = q * query.shape[-1] ** -0.5
     v, b = to_chunks(value), to_chunks(strength).unsqueeze(-1)
     decay = to_chunks(log_decay).cumsum(-1)
     future = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=decay.device).triu(1)
