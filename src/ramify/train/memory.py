@@ -14,6 +14,7 @@ from typing import Any
 
 from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, describe_experts
+from ramify.model.forest_chunks import CHUNK_SIZE
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights_manifest import read_tensor_shapes
 from ramify.train.config import TrainerConfig
@@ -23,7 +24,6 @@ MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4  # per trained parameter
 QUANTIZED_MOMENT_BYTES = 2.0625  # in 8 bits, with their scales
 MUON_MOMENT_BYTES = 4
 QUANTIZED_BYTES = {"8bit": 8.25 / 8, "4bit": 4.25 / 8}  # per fixed weight inside the layers
-CHUNK_TOKENS = 64  # of recurrent layers over forests
 MAX_MEMORY_FRACTION = 0.95  # of a device that may be used; estimates include the rest
 ADAPTER_FRACTION = 7e-4  # parameters of adapters with rank 1, relative to the model
 HEAD_BYTES = 5 << 30  # of the logits, and of their gradients, that the LM head has at a time on a GPU
@@ -171,7 +171,7 @@ def _count_mixer_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
     keys = hf_config.get("linear_num_key_heads", 0) * hf_config.get("linear_key_head_dim", 0)
     num_heads = hf_config.get("linear_num_value_heads", 0)
     values = num_heads * hf_config.get("linear_value_head_dim", 0)
-    return 3 * (2 * keys + values) + 3 * values + CHUNK_TOKENS * num_heads
+    return 3 * (2 * keys + values) + 3 * values + CHUNK_SIZE * num_heads
 
 
 def estimate_rank(

@@ -14,9 +14,8 @@ import torch
 from ramify.infer.request import SamplingParams
 from ramify.infer.sampler import uniform_noise
 from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
-from ramify.model.forest_chunks import ForestChunks, find_ancestors
+from ramify.model.forest_chunks import CHUNK_SIZE, ForestChunks, find_ancestors
 from ramify.model.forest_recurrence import (
-    CHUNK_SIZE,
     PathTables,
     TrackTables,
     convolve_paths,

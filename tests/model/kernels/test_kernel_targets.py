@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ramify.model.forest_chunks import ForestChunks, find_ancestors
-from ramify.model.forest_recurrence import CHUNK_SIZE
+from ramify.model.forest_chunks import CHUNK_SIZE, ForestChunks, find_ancestors
 from ramify.model.forest_segments import ForestSegments
 from ramify.model.kernels.attention_plan import build_plan
 from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights, LayerWeights
