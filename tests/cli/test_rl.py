@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
 ROOT = Path(__file__).parent.parent.parent
-OTHER_FILES = {"lora.toml", "sft.toml", "slurm.toml", "adapter.toml"}  # not complete alone, or need a virtual environment
+OTHER_FILES = {"lora.toml", "sft.toml", "slurm.toml", "adapter.toml"}  # incomplete alone, or with a Python of their own
 EXAMPLES = [path for path in sorted(ROOT.glob("examples/*/*.toml")) if path.name not in OTHER_FILES]
 NAMES = ("reverse_text", "alphabet_sort", "wikispeedia", "wordle", "general_agent", "dataset", "multi_env")
 BLOCKED = """
