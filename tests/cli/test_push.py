@@ -29,6 +29,15 @@ def test_the_card_has_evals_curves_config_data_and_versions(run, capsys):
     assert main(["push", "first", "--step", "2"]) == 0  # it may be repeated
 
 
+def test_the_card_has_no_secrets(run):
+    with (run / "config.toml").open("a") as file:
+        file.write('[launch.env.all]\nDATABASE_URL = "postgres://me:hidden"\n')
+        file.write('[headers]\nAuthorization = "Bearer hidden"\napi_keys = ["hidden"]\n')
+    assert main(["push", "first", "--step", "2"]) == 0
+    card = (run / "models" / "first-000002" / "README.md").read_text()
+    assert "DATABASE_URL" in card and "Authorization" in card and "hidden" not in card
+
+
 def test_without_a_token_the_directory_is_named(run, capsys):
     assert main(["push", "first", "--repo", "me/first"]) == 2
     assert "outputs/first/models/first-000004 was not uploaded: set HF_TOKEN" in capsys.readouterr().err

@@ -24,7 +24,8 @@ from ramify.train.exported_models import ExportedModel
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"  # beside the model
 SCORE_NAME = re.compile(r"eval/.+/(avg|pass@\d+|pass\^\d+|metric/.+)|validation/loss")
 CURVE_NAME = re.compile(r"reward/all/mean|train/loss|eval/.+/avg|validation/loss")
-SECRET_KEY = re.compile(r"(key|token|secret|password)s?$", re.IGNORECASE)
+SECRET_KEY = re.compile(r"(key|token|secret|password|credential|authorization)s?$", re.IGNORECASE)
+VARIABLES_KEY = "env"  # of a table of environment variables; each of them may be a secret
 LOCAL_KEYS = ("output",)  # of a configuration: they only say where the run was on its machine
 PACKAGES = ("torch", "transformers", "vllm")
 
@@ -108,13 +109,16 @@ def _list_versions() -> list[str]:
     return versions
 
 
-def _redact(value: Any, key: str = "") -> Any:
+def _redact(value: Any, key: str = "", *, is_secret: bool = False) -> Any:
     """Return the configuration without directories of this machine and without values that may be secrets."""
+    is_secret = is_secret or key == VARIABLES_KEY or SECRET_KEY.search(key) is not None
     if is_dict(value):
         table = cast(Mapping[str, Any], value)
-        return {name: _redact(item, name) for name, item in table.items() if name not in LOCAL_KEYS}
+        return {
+            name: _redact(item, name, is_secret=is_secret) for name, item in table.items() if name not in LOCAL_KEYS
+        }
     if is_list(value):
-        return [_redact(item) for item in cast(list[Any], value)]
-    if isinstance(value, str) and SECRET_KEY.search(key):
-        return "..."
-    return _shorten(value) if isinstance(value, str) else value
+        return [_redact(item, is_secret=is_secret) for item in cast(list[Any], value)]
+    if isinstance(value, str):
+        return "..." if is_secret else _shorten(value)
+    return value
