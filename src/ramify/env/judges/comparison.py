@@ -150,8 +150,8 @@ def compute_win_rates(traces: Sequence[Trace], outcomes: Outcomes) -> list[float
     rates: list[float] = []
     for i, trace in enumerate(traces):
         reply, others = trace.last_reply, [other.last_reply for j, other in enumerate(traces) if j != i]
-        found = [0.5 if other == reply else outcomes.get((reply, other)) for other in others]
-        values = [value for value in found if value is not None]
+        results = [0.5 if other == reply else outcomes.get((reply, other)) for other in others]
+        values = [result for result in results if result is not None]
         rates.append(sum(values) / len(values) if values else 0.5)
     return rates
 
