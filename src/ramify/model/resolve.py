@@ -1,9 +1,9 @@
 """Resolving the name of a model to its directory.
 
 A name is the model that ships with the package, a directory, `run:NAME@STEP` for a model that another run has trained,
-or a Hugging Face id. `resolve_model_path` only looks at
-this machine. `fetch_model` downloads an id of the form ORG/NAME that is not in the local cache: commands that will load
-the model call it, dry runs and commands that only use a server do not.
+or a Hugging Face id. `resolve_model_path` only looks at this machine. `fetch_model` downloads an id of the form
+ORG/NAME that is not in the local cache: commands that will load the model call it, dry runs and commands that only use
+a server do not.
 """
 
 import json
