@@ -1,6 +1,9 @@
 """`run:NAME@STEP`: a model that another run has trained, wherever a model is named."""
 
+import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +12,10 @@ from ramify.core.errors import ModelNotFound
 from ramify.infer.config import ModelConfig, NamedModelConfig, ServeConfig
 from ramify.model.resolve import fetch_model
 from ramify.model.weights_manifest import Manifest
+from ramify.run.store import RunStore
 from ramify.trace.version import PolicyVersion
 from ramify.train.config import find_best_step
+from ramify.train.exported_models import export_model
 from tests.support.trained_runs import write_trained_run
 
 
@@ -32,6 +37,20 @@ def test_a_config_names_the_directory_of_the_step(run, tmp_path):
     assert Manifest.read(directory).version == PolicyVersion("first", 0, 2)
     write_toml(config, tmp_path / "serve.toml")  # the processes of a run, and a resumed run, get the same step
     assert tomllib.loads((tmp_path / "serve.toml").read_text())["model"]["name"] == config.model.name
+
+
+def test_processes_that_export_the_same_step_at_once_get_the_same_model(run):
+    barrier = threading.Barrier(4)
+
+    def export() -> Path:
+        with RunStore.open(run, write=False) as store:
+            barrier.wait(timeout=30)
+            return export_model(store, step="2").directory
+
+    with ThreadPoolExecutor(4) as executor:
+        exports = [executor.submit(export) for _ in range(4)]
+        assert {item.result().name for item in exports} == {"first-000002"}
+    assert [path.name for path in (run / "models").iterdir()] == ["first-000002"]
 
 
 @pytest.mark.process

@@ -5,11 +5,12 @@ from the checkpoint of the step otherwise. The adapters of a LoRA run are merged
 """
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ramify.core.config import CONFIG_FILE
-from ramify.core.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid, WeightsRefused
 from ramify.core.files import create_directory
 from ramify.core.names import suggest
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN
@@ -50,23 +51,30 @@ def export_model(store: RunStore, directory: Path | None = None, step: str = "")
     if not available:
         raise ConfigInvalid(f"{run} has no checkpoint yet, so there is no model to export")
     chosen = _choose_step(step, available, store)
-    directory = directory or get_model_directory(run, chosen)
-    if not directory.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        if chosen in published and verify_weights(published[chosen]).adapters is None:
-            with create_directory(directory) as partial_path:
-                shutil.copytree(published[chosen], partial_path, dirs_exist_ok=True)
-        else:
-            from ramify.train.model_export import build_model  # loads torch
+    target = directory or get_model_directory(run, chosen)
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_model(target, run, chosen, published, ledger)
+        except (OSError, WeightsRefused):
+            if directory is not None or not target.exists():
+                raise  # otherwise another process has exported the same step meanwhile
+    return ExportedModel(chosen, target, trainer.lora.enabled)
 
-            checkpoint: Path | None = None
-            if chosen not in published:
-                commit = ledger.get_commit(chosen)
-                checkpoint = find_committed_checkpoint(
-                    run / CHECKPOINTS_DIR, chosen, commit.directory if commit else ""
-                )
-            build_model(directory, run, chosen, checkpoint, published)
-    return ExportedModel(chosen, directory, trainer.lora.enabled)
+
+def _write_model(directory: Path, run: Path, step: int, published: Mapping[int, Path], ledger: Ledger) -> None:
+    """Copy the published model of a step, or build it from published adapters or from the checkpoint of the step."""
+    if step in published and verify_weights(published[step]).adapters is None:
+        with create_directory(directory) as partial_path:
+            shutil.copytree(published[step], partial_path, dirs_exist_ok=True)
+        return
+    from ramify.train.model_export import build_model  # loads torch
+
+    checkpoint: Path | None = None
+    if step not in published:
+        commit = ledger.get_commit(step)
+        checkpoint = find_committed_checkpoint(run / CHECKPOINTS_DIR, step, commit.directory if commit else "")
+    build_model(directory, run, step, checkpoint, published)
 
 
 def _choose_step(step: str, available: list[int], store: RunStore) -> int:
