@@ -1,6 +1,7 @@
 """`ramify data`: columns, lengths, a sample, and what the rows can be used for."""
 
 import json
+import tomllib
 
 import pytest
 
@@ -38,6 +39,13 @@ def test_conversations_are_described_for_sft(tmp_path, capsys):
     assert "ramify rl: no prompt" in out
     assert f'ramify sft: messages\ndata = {{ path = "{tmp_path / "chats.jsonl"}" }}' in out
     assert "yo<|im_end|>" in out
+
+
+def test_printed_tables_can_be_copied_for_any_path(tmp_path, capsys):
+    path = write(tmp_path / 'my "chats" \\ ü.jsonl', [{"messages": CHAT}])
+    assert main(["data", path]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data = ")]
+    assert tomllib.loads(line) == {"data": {"path": path}}
 
 
 def test_rows_that_are_no_conversation_are_reported(tmp_path, capsys):

@@ -4,6 +4,7 @@ A dataset of the hub is downloaded first. The columns of prompts, answers, messa
 that datasets usually give them; the printed tables say which, so that they can be copied into a configuration.
 """
 
+import json
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -206,4 +207,4 @@ def _without_defaults(names: Mapping[str, str | None], cls: type[DataFilesConfig
 
 def _format_table(table: dict[str, Any]) -> str:
     """Return an inline table of TOML."""
-    return "{ " + ", ".join(f'{key} = "{value}"' for key, value in table.items()) + " }"
+    return "{ " + ", ".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.items()) + " }"
