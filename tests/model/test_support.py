@@ -45,6 +45,7 @@ def test_the_table_of_families_says_what_the_code_does(model_type):
         ("deepseek_v3", "deepseek_v3 has latent keys", "deepseek_v3 has latent keys"),
         ("kimi_linear", "kimi_linear has latent keys", "kimi_linear has latent keys"),
         ("mamba", None, "mamba has no layers with attention"),
+        ("blt", None, "blt has a config without num_hidden_layers"),
         ("rwkv", "rwkv .* no list of layers", "rwkv has a config without num_attention_heads"),
         ("t5", "t5 has an encoder and a decoder", "t5 has an encoder and a decoder"),
         ("bert", "bert is an encoder", "bert is an encoder"),

@@ -164,6 +164,7 @@ def read_shape(config: Any) -> ModelShape:
     check_is_decoder(config)
     if problem := UNSUPPORTED_BY_ENGINE.get(text_config.model_type):
         raise ModelUnsupported(f"{model_type} has {problem}")
+    _require_settings(config, "num_hidden_layers")
     layer_types = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
     if unknown := sorted(set(layer_types) - ATTENTION_LAYER_TYPES - RECURRENT_LAYER_TYPES):
         raise ModelUnsupported(f"{model_type} has layers that the engine does not know: {', '.join(unknown)}")
@@ -176,9 +177,7 @@ def read_shape(config: Any) -> ModelShape:
         )
     if problem := find_head_problem(text_config):
         raise ModelUnsupported(f"{model_type} has {problem}, which the paged cache cannot hold")
-    required = ("num_attention_heads", "max_position_embeddings")
-    if missing := [name for name in required if not hasattr(text_config, name)]:
-        raise ModelUnsupported(f"{model_type} has a config without {', '.join(missing)}, which the engine needs")
+    _require_settings(config, "num_attention_heads", "max_position_embeddings")
     if len(kv_layers) == len(layer_types):  # transformers checks models without recurrent layers only
         check_attention_is_pluggable(config)
     heads, max_positions = text_config.num_attention_heads, text_config.max_position_embeddings
@@ -190,3 +189,8 @@ def read_shape(config: Any) -> ModelShape:
         vocab_size=text_config.vocab_size,
         max_positions=min(max_positions, get_longrope_limit(text_config) or max_positions),
     )
+
+
+def _require_settings(config: Any, *names: str) -> None:
+    if missing := [name for name in names if not hasattr(config.get_text_config(), name)]:
+        raise ModelUnsupported(f"{config.model_type} has a config without {', '.join(missing)}, which the engine needs")
