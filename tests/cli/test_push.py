@@ -44,6 +44,13 @@ def test_without_a_token_the_directory_is_named(run, capsys):
     assert (run / "models" / "first-000004" / "README.md").is_file()
 
 
+def test_the_command_that_uploads_is_printed_and_private_needs_a_repo(run, capsys):
+    assert main(["push", "first", "--step", "best:eval/held-out/avg"]) == 0
+    assert capsys.readouterr().out.endswith("ramify push first --step 2 --repo ORG/NAME\n")
+    assert main(["push", "first", "--private"]) == 2
+    assert "--private is for an upload: add --repo ORG/NAME" in capsys.readouterr().err
+
+
 def test_model_and_card_are_uploaded(run, monkeypatch, capsys):
     with serve_hub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)

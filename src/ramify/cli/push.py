@@ -1,6 +1,7 @@
 """`ramify push RUN`: export a model, write its card beside it, and upload both to a Hugging Face repository."""
 
 import os
+import shlex
 from argparse import Namespace
 from pathlib import Path
 
@@ -18,13 +19,16 @@ TOKEN_VARIABLE = "HF_TOKEN"
 
 def run(options: Namespace) -> int:
     """Print the directory of the model, and where it was uploaded to."""
+    if options.private and options.repo is None:
+        raise ConfigInvalid("--private is for an upload: add --repo ORG/NAME")
     with open_run_readonly(options.run) as store, wrap_storage_errors(store.path):
         exported = export_model(store, step=options.step)
         has_curves = _plot_curves(store, exported.directory / CURVES_FILE)
         card = write_model_card(store, exported, has_curves=has_curves)
     print(f"model of step {exported.step} in {exported.directory}, with its card {card.name}")
     if options.repo is None:
-        print("read the card; then upload both with: ramify push RUN --repo ORG/NAME")
+        run = shlex.quote(str(options.run))
+        print(f"read the card; then upload both with: ramify push {run} --step {exported.step} --repo ORG/NAME")
         return 0
     if not os.environ.get(TOKEN_VARIABLE):
         raise ConfigInvalid(f"{exported.directory} was not uploaded: set {TOKEN_VARIABLE} to a token with write access")
