@@ -94,6 +94,11 @@ def test_unknown_flag_suggests_the_nearest(command, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_second_dataset_flag_is_refused(capsys):
+    assert main(["sft", "-d", "a.jsonl", "-d", "b.jsonl"]) == 2
+    assert "-d: is given twice; write several datasets as [[data]] tables in a file" in capsys.readouterr().err
+
+
 # -- models and tasksets -----------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Config)
 
-SERVER_FLAG = "-b"
+SERVER_FLAG, DATA_FLAG = "-b", "-d"
 USAGE_WIDTH = 120
 START_FLAGS = ("--fresh", "--accept-changes")  # that a command which resumes a run does not repeat
 
@@ -138,6 +138,8 @@ def _expand_short_flags(args: Sequence[str], short_flags: Mapping[str, str]) -> 
     rest = list(args)
     while rest:
         arg = rest.pop(0)
+        if arg == DATA_FLAG and short_flags.get(arg) in expanded:
+            raise ConfigInvalid("is given twice; write several datasets as [[data]] tables in a file", key=arg)
         if arg != SERVER_FLAG or arg not in short_flags:
             expanded.append(short_flags.get(arg, arg))
             continue
