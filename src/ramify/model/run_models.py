@@ -47,5 +47,6 @@ def resolve_run_model(name: str) -> Path:
     except subprocess.TimeoutExpired as error:
         raise ModelNotFound(f"model {name!r}: it was not exported within {EXPORT_TIMEOUT:g} s") from error
     if process.returncode:
-        raise ModelNotFound(f"model {name!r}: {process.stderr.strip().partition(chr(10))[0]}")
+        problem = process.stderr.strip().partition("\n")[0].removeprefix("--step: ")  # here, the step follows the "@"
+        raise ModelNotFound(f"model {name!r}: {problem}")
     return Path(process.stdout.strip())
