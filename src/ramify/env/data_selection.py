@@ -54,6 +54,9 @@ def list_data_files(config: DataFilesConfig) -> list[Path]:
     if path.is_file():
         if path.suffix not in DATA_SUFFIXES:
             raise ConfigInvalid(f"dataset: {path} is not one of {', '.join(DATA_SUFFIXES)}")
+        if config.part or config.subset:
+            key = "part" if config.part else "subset"
+            raise ConfigInvalid(f"dataset: {path} is a file, which has no parts or subsets; remove `{key}`")
         return [path]
     if path.is_dir():
         names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
