@@ -140,7 +140,8 @@ def parse_conversation(row: DatasetRow, config: SftDataConfig, content_parser: C
         raw_messages = [*_to_messages(prompt, "user"), *_to_messages(completion, "assistant")]
     else:
         expected = f"{config.messages_column!r}, nor {config.prompt_column!r} and {config.completion_column!r}"
-        raise ValueError(f"it has no column {expected}; it has {', '.join(row)}")
+        advice = f"set the keys `..._column` of the dataset, as `ramify data {config.path}` shows them"
+        raise ValueError(f"it has no column {expected}; it has {', '.join(row)}: {advice}")
     if config.system_column is not None and row[config.system_column]:
         raw_messages = [{"role": "system", "content": row[config.system_column]}, *_parse_json(raw_messages)]
     row_images, media = iter(row.get(config.images_column) or ()), dict[str, Media]()
