@@ -500,7 +500,8 @@ def test_a_step_that_one_rank_cannot_prepare_fails_on_all_and_pending_steps_are_
 
 
 def test_truncated_tokens_are_counted(world, tmp_path):
-    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 100, "completion": "bb"}))
+    rows = [{"prompt": "a" * length, "completion": "bb"} for length in (100, 1)]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = settings(world, "long") | {
         "data": {"path": str(tmp_path / "long.jsonl")},
         "validation": {"fraction": 0},

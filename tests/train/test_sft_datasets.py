@@ -172,3 +172,21 @@ def test_datasets_of_the_hub_are_pinned_for_training_validation_and_evals(tmp_pa
 def test_evals_inherit_shared_tables(tmp_path):
     config = make_config(tmp_path, {"path": "a"}, sampling={"max_tokens": 8}, eval=[{"taskset": {"id": "wordle"}}])
     assert config.eval[0].sampling.max_tokens == 8
+
+
+def test_a_seq_len_that_cuts_all_trained_tokens_is_refused(tmp_path):
+    path = write_pairs(tmp_path / "a.jsonl", 3)
+    with pytest.raises(ConfigInvalid, match=r"seq_len: none of 3 conversations has a trained token in its first 5 tok"):
+        build_sft_plan(make_config(tmp_path, {"path": path}, seq_len=5))
+
+
+def test_a_file_has_no_parts_and_no_subsets(tmp_path):
+    path = write_pairs(tmp_path / "a.jsonl", 3)
+    with pytest.raises(ConfigInvalid, match=r"a\.jsonl is a file, which has no parts or subsets; remove `part`"):
+        build_sft_plan(make_config(tmp_path, {"path": path, "part": "train"}))
+
+
+def test_a_dataset_with_other_columns_names_the_keys_to_set(tmp_path):
+    path = write_pairs(tmp_path / "a.jsonl", 3, prompt="input")
+    with pytest.raises(ConfigInvalid, match=r"it has input, completion: set the keys `\.\.\._column` of the dataset"):
+        build_sft_plan(make_config(tmp_path, {"path": path}))

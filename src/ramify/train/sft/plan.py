@@ -86,7 +86,7 @@ def split_held_out(num_examples: int, fraction: float, seed: int) -> tuple[list[
     return sorted(order[num_held_out:].tolist()), sorted(order[:num_held_out].tolist())
 
 
-NUM_SAMPLED_CONVERSATIONS = 256  # how many `describe_plan` renders to report lengths
+NUM_SAMPLED_CONVERSATIONS = 256  # how many are rendered to report lengths, and to check `seq_len`
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +126,15 @@ def build_sft_plan(config: SftConfig) -> SftPlan:
     weights = [dataset.weight for dataset in config.datasets if dataset.weight is not None]
     if weights and 0 in sizes:
         raise ConfigInvalid(f"{fraction} leaves nothing of one dataset to train on", key="validation.fraction")
+    order = ExampleOrder(sizes, config.epochs, config.seed, weights or None)
+    _check_seq_len([conversations[index] for index in train_indices], order, renderer, config)
     return SftPlan(
         path=get_sft_path(config),
         model_path=model_path,
         renderer=renderer,
         conversations=[conversations[index] for index in train_indices],
         validation=validation,
-        order=ExampleOrder(sizes, config.epochs, config.seed, weights or None),
+        order=order,
         identity={
             **config.identity,
             "conversations": {"count": len(conversations), "digest": _hash_conversations(conversations)},
@@ -146,6 +148,20 @@ def _read_dataset(config: SftDataConfig, trained_roles: Sequence[str]) -> list[S
     if excluded := set(trained_roles) - set(config.train_on_roles):
         return [conversation.exclude_roles(excluded) for conversation in conversations]
     return conversations
+
+
+def _check_seq_len(
+    conversations: Sequence[SftConversation], order: ExampleOrder, renderer: Renderer, config: SftConfig
+) -> None:
+    """Raise ConfigInvalid if none of the sampled conversations has a trained token within `seq_len`."""
+    sampled = order.indices_at(0, min(NUM_SAMPLED_CONVERSATIONS, len(conversations)))
+    for index in sampled:
+        conversation = (str(index), conversations[index])
+        forest = build_sft_forest([conversation], renderer, config.trained_roles, config.seq_len)
+        if forest.count_by_component()["ce"]:
+            return
+    problem = f"none of {format_count(len(sampled), 'conversation')} has a trained token in its first {config.seq_len}"
+    raise ConfigInvalid(f"{problem} tokens; raise it (`ramify data` shows the lengths)", key="seq_len")
 
 
 def _check_takes_images(model: str, conversations: Sequence[SftConversation]) -> None:
