@@ -92,3 +92,28 @@ def test_settings_of_other_weights_are_refused(tmp_path):
         rf.sft(build_config(tmp_path).model_dump() | {"eval": [{**SOURCE, "endpoint": {"base_url": "http://a:1"}}]})
     with pytest.raises(OperationInvalid, match=r"rf\.sft"):
         run_sft(build_config(tmp_path))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--eval.0.taskset.id=reverse", "eval.0.taskset.id: unknown taskset 'reverse'; did you mean 'reverse-text'?"),
+        ("--eval.0.taskset.splitt=eval", "eval.0.taskset.splitt: unknown key; did you mean eval.0.taskset.split?"),
+    ],
+)
+def test_a_wrong_taskset_is_refused_before_the_run_starts(tmp_path, capsys, flag, message):
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "sft.toml").write_text('[[eval]]\ntaskset = { id = "reverse-text" }\n')
+    arguments = [
+        "@",
+        str(tmp_path / "sft.toml"),
+        "-m",
+        "tiny",
+        "-d",
+        str(tmp_path / "chats.jsonl"),
+        "-o",
+        str(tmp_path),
+    ]
+    assert main(["sft", *arguments, flag]) == 2
+    assert message in capsys.readouterr().err

@@ -10,6 +10,7 @@ from ramify.core.display import choose_display
 from ramify.core.errors import StorageFull
 from ramify.core.hub import print_to_stderr
 from ramify.core.names import format_count
+from ramify.launch.plugin_check import check_sft_evals
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.pinned_data import pin_sft_datasets
 from ramify.train.sft.plan import build_sft_plan, describe_plan
@@ -19,6 +20,7 @@ def run(call: ConfigCall[SftConfig]) -> int:
     """Train the remaining steps, and print where the weights are."""
     is_dry_run, resume_command = call.flags.dry_run, call.resume_command
     config = pin_sft_datasets(call.config, fresh=call.flags.fresh, log=None if is_dry_run else print_to_stderr)
+    check_sft_evals(config)
     if is_dry_run:
         plan = build_sft_plan(config)
         dry_run(config, plan.path, describe_plan(plan, config))

@@ -18,6 +18,7 @@ from ramify.processes.interpreter import find_other_interpreter
 if TYPE_CHECKING:
     from ramify.orchestrate.run_config import RunConfig  # the subprocess does not need it
     from ramify.rollout import Environment
+    from ramify.train.sft.config import SftConfig
 
 IMPORT_TIMEOUT = 120.0  # seconds for the import of all plugins
 MAX_ERROR_CHARS = 2000  # of the subprocess's output in an error message
@@ -30,13 +31,40 @@ def check_plugin_tables(config: "RunConfig", *, include_start_checks: bool = Fal
     first task cannot be loaded, and a loss that cannot be imported.
     Raises ConfigInvalid with all problems, EnvironmentFault if the subprocess fails, DeadlineExceeded if it hangs.
     """
-    request = {**_build_request(config), "start": include_start_checks}
+    identities = _check_request({**_build_request(config), "start": include_start_checks})
+    names = {f"train.{number}": source.source_name for number, source in enumerate(config.train)}
+    names |= {f"eval.{number}": f"eval/{source.source_name}" for number, source in enumerate(config.eval)}
+    return {names[key]: identity for key, identity in identities.items()}
+
+
+def check_sft_evals(config: "SftConfig") -> None:
+    """Validate the plugin tables of the evals of an SFT run, and load the first task of each. Raises as for RL runs."""
+    from ramify.env.data_selection import find_missing_dataset  # the subprocess does not need it
+
+    if not config.eval:
+        return
+    sources = {f"eval.{number}": source for number, source in enumerate(config.eval)}
+    _check_request(
+        {
+            "sources": {key: source.source_config.model_dump(mode="json") for key, source in sources.items()},
+            "downloads": [key for key, source in sources.items() if find_missing_dataset(source.taskset)],
+            "tables": [],
+            "loss": None,
+            "model": config.model.name,
+            "engine": config.inference.engine,
+            "groups_of_one": {},
+            "score_models": {},
+            "start": True,
+        }
+    )
+
+
+def _check_request(request: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Check a request in subprocesses, and return the identities of the environments. Raises ConfigInvalid."""
     replies = [_check_in(python, part) for python, part in _split_by_interpreter(request).items()]
     if problems := [problem for reply in replies for problem in reply["problems"]]:
         raise ConfigInvalid(problems=problems)
-    names = {f"train.{number}": source.source_name for number, source in enumerate(config.train)}
-    names |= {f"eval.{number}": f"eval/{source.source_name}" for number, source in enumerate(config.eval)}
-    return {names[key]: identity for reply in replies for key, identity in reply["environments"].items()}
+    return {key: identity for reply in replies for key, identity in reply["environments"].items()}
 
 
 def raise_with_plugin_problems(

@@ -12,7 +12,7 @@ from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
 from ramify.launch.pinned_datasets import pin_datasets
 from ramify.launch.plan import build_plan
-from ramify.launch.plugin_check import check_plugin_tables
+from ramify.launch.plugin_check import check_plugin_tables, check_sft_evals
 from ramify.launch.run_checks import check_run, list_start_notes
 from ramify.launch.sft_evals import RolloutEvals
 from ramify.orchestrate.run_config import RunConfig
@@ -102,6 +102,7 @@ def sft(
             table["eval"] = [_with_taskset_table(source, output) for source in table["eval"]]
         config = parse_section(SftConfig, table, key="sft")
     config = pin_sft_datasets(config, fresh=fresh, log=print_to_stderr)
+    check_sft_evals(config)
     display = display or choose_api_display(SftContent())
     return run_sft(config, fresh=fresh, display=display, evals=RolloutEvals.from_config(config))
 
