@@ -92,3 +92,10 @@ def test_doctor_says_why_a_model_is_refused(tmp_path, capsys):
     assert main(["doctor", "--model", str(tmp_path)]) == 1
     output = capsys.readouterr().out
     assert output.count(REFUSED) == 2 and "latent keys" in output
+
+
+@pytest.mark.parametrize(("text", "family"), [('{"model_type": "new_family"}', "new_family"), ("{", "unknown")])
+def test_doctor_names_the_family_of_a_config_that_cannot_be_loaded(tmp_path, capsys, text, family):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["doctor", "--model", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["model_type"] == family

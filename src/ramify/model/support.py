@@ -1,5 +1,6 @@
 """What engine and trainer do with a model, by its config alone: the row of `docs/models.md`, and of `ramify doctor`."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,4 +62,12 @@ def read_directory_support(path: Path) -> ModelSupport:
     try:
         return read_model_support(load_config(path))
     except ModelUnsupported as error:
-        return ModelSupport(path.name, REFUSED, REFUSED, "no", "no", (str(error),))
+        return ModelSupport(_read_model_type(path / "config.json"), REFUSED, REFUSED, "no", "no", (str(error),))
+
+
+def _read_model_type(path: Path) -> str:
+    """Return the family that a config names, also if it cannot be loaded."""
+    try:
+        return str(json.loads(path.read_text("utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"
