@@ -268,7 +268,7 @@ def _attend_dense(
     if not softcap and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = (query @ key.transpose(2, 3)).float() * scale
+    scores = query.float() @ key.float().transpose(2, 3) * scale
     if softcap:
         scores = (scores / softcap).tanh() * softcap
     scores += mask
