@@ -7,7 +7,9 @@ import pytest
 
 from ramify.core.config import dump_toml, parse
 from ramify.core.errors import ConfigInvalid
-from ramify.orchestrate.run_config import RunConfig
+from ramify.infer.gateway.config import SamplingConfig
+from ramify.orchestrate.run_config import RunConfig, TrainSourceConfig
+from ramify.rollout.envserver.config import StaticPoolConfig
 
 SHARED = """
 [sampling]
@@ -64,6 +66,19 @@ def test_sources_inherit_the_shared_tables_and_override_them_key_by_key(tmp_path
 def test_a_shared_table_without_id_applies_to_the_harness_of_each_source(tmp_path):
     config = parse_text(tmp_path, '[harness]\ntimeout = 9\n[[train]]\ntaskset.id = "a"\nharness.id = "bash"')
     assert config.train[0].harness == {"id": "bash", "timeout": 9}
+
+
+def test_sources_of_the_python_api_inherit_too():
+    taskset = {"id": "reverse-text"}
+    train = [
+        TrainSourceConfig(taskset=taskset, sampling=SamplingConfig(temperature=0.5)),
+        TrainSourceConfig(name="other", taskset=taskset, pool=StaticPoolConfig(workers=3)),
+    ]
+    config = RunConfig(train=train, sampling=SamplingConfig(max_tokens=7, temperature=0.8), harness={"timeout": 9})
+    assert [source.sampling.max_tokens for source in config.train] == [7, 7]
+    assert [source.sampling.temperature for source in config.train] == [0.5, 0.8]
+    assert {source.harness["timeout"] for source in config.train} == {9}
+    assert config.train[1].pool == train[1].pool
 
 
 def test_flags_set_shared_tables(tmp_path):

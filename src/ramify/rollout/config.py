@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from ramify.core.config import Config
+from ramify.core.config import Config, get_explicit_values
 from ramify.core.config.base import merge_tables
 from ramify.core.config.schema import is_dict, is_list
 from ramify.core.names import find_duplicates
@@ -131,11 +131,15 @@ def _is_valid_sampling(table: dict[str, Any]) -> bool:
 
 def _inherit(source: Any, shared: dict[str, dict[str, Any]]) -> Any:
     """Return the table of a source with the shared keys that it does not set."""
+    if isinstance(source, SourceConfig) and shared:
+        source = get_explicit_values(source)
     if not is_dict(source):
         return source
     inherited: dict[str, Any] = {}
     for key, table in shared.items():
         own = source.get(key, {})
+        if isinstance(own, SamplingConfig):
+            own = own.model_dump(exclude_unset=True)
         if is_dict(own) and ("id" not in own or own["id"] == table.get("id", own["id"])):
             inherited[key] = merge_tables(table, own)
     return {**source, **inherited}
