@@ -72,6 +72,16 @@ def test_rollback_ends_the_history_at_the_step(run, capsys):
         assert store.get_fact(FINISHED_KEY) is None
 
 
+def test_evals_of_later_steps_are_due_again(run):
+    with RunStore.open(run) as store:
+        for step in (2, 4):
+            RunLog(store).log_metrics(step, {"eval/held-out/avg": 0.5, "train/loss": 1.0}).result(timeout=30)
+    assert main(["rollback", str(run), "2"]) == 0
+    with RunStore.open(run, write=False) as store:
+        assert RunLog(store).values_by_step("eval/held-out/avg") == {2: 0.5}
+        assert 4 in RunLog(store).values_by_step("train/loss")
+
+
 def test_exported_models_of_later_steps_are_renamed(run, capsys):
     models = run / "models"
     for name in ("run-000002", "run-000004", "notes", "run-4"):

@@ -1,7 +1,7 @@
 """`ramify rollback RUN STEP`: resume a run from an older checkpoint, for example if the newest one is damaged.
 
 Models that were exported from later steps are renamed like the checkpoints, so that `ramify export` and `run:NAME@STEP`
-do not take them for the models of the steps that are trained again.
+do not take them for the models of the steps that are trained again. Evals after the step are run again, too.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from ramify.model.run_models import MODELS_DIR, find_model_step
 from ramify.run.lookup import find_run
 from ramify.run.store import RunStore, storage_call, wrap_storage_errors
 from ramify.run.store.ledger import Ledger
-from ramify.run.store.run_log import build_event_change
+from ramify.run.store.run_log import build_eval_removal, build_event_change
 from ramify.run.store.run_store import build_fact_change
 from ramify.train.checkpoint_manifest import (
     CHECKPOINTS_DIR,
@@ -60,6 +60,7 @@ def _roll_back(run: str, step: int) -> tuple[Path, int, list[Path]]:
         checkpoint_dir = find_committed_checkpoint(checkpoints, step, commit_dir)
         verify_checkpoint(checkpoint_dir)
         committed = _roll_back_ledger(ledger, step, checkpoint_dir)
+        store.submit_change(build_eval_removal(step)).result()
         return path, committed, _rename_newer(path, step)
 
 

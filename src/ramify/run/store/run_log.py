@@ -55,6 +55,12 @@ def build_event_change(kind: str, **fields: Any) -> TableChange:
     return lambda connection: connection.execute(query, row)
 
 
+def build_eval_removal(step: int) -> TableChange:
+    """Return the change of the tables that removes the metrics of evals after a step, so that they are run again."""
+    query = "DELETE FROM metrics WHERE name GLOB 'eval/*' AND step > ?"
+    return lambda connection: connection.execute(query, (step,))
+
+
 class RunLog:
     """Writes and reads the metrics and events of a run."""
 
