@@ -38,6 +38,15 @@ def test_the_card_has_no_secrets(run):
     assert "DATABASE_URL" in card and "Authorization" in card and "hidden" not in card
 
 
+def test_the_card_lists_equal_environments_once(run):
+    config = (run / "config.toml").read_text().replace("eval = []\n", "")
+    source = '\n[[eval]]\nname = "{}"\ntaskset = {{ id = "reverse-text" }}\n'
+    (run / "config.toml").write_text(config + source.format("a") + source.format("b"))
+    assert main(["push", "first"]) == 0
+    card = (run / "models" / "first-000004" / "README.md").read_text()
+    assert card.count("- evaluated on `reverse-text`") == 1
+
+
 def test_without_a_token_the_directory_is_named(run, capsys):
     assert main(["push", "first", "--repo", "me/first"]) == 2
     assert "outputs/first/models/first-000004 was not uploaded: set HF_TOKEN" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def _list_data(config: Mapping[str, Any]) -> list[str]:
             taskset = source["taskset"]
             dataset = f", dataset `{_shorten(taskset['path'])}`" if "path" in taskset else ""
             lines.append(f"{purpose} `{_shorten(taskset['id'])}`{dataset}")
-    return lines
+    return list(dict.fromkeys(lines))  # sources may differ in other keys only
 
 
 def _shorten(path: Any) -> str:
