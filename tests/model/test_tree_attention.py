@@ -266,12 +266,6 @@ def test_layers_may_differ_in_sizes_but_not_in_windows():
         choose_pack_layout(MistralConfig(sliding_window=9, per_layer_config={1: {"sliding_window": 5}}))
 
 
-def test_a_logits_scale_of_one_is_accepted():
-    config = LlamaConfig()
-    config.logits_scaling = 1.0
-    assert choose_pack_layout(config) is PackLayout.FOREST
-
-
 def test_sinks_that_a_config_does_not_show_are_refused():
     """A mask of plain scores may hold only the lengths of chains, for cuDNN's kernel, which knows no sinks."""
     end = np.full(4, 4, np.int32)
