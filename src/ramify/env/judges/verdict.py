@@ -45,7 +45,7 @@ def parse_last_json_object(text: str) -> dict[str, Any]:
     for start in reversed([match.start() for match in re.finditer(r"\{", text)]):
         try:
             value = msgspec.json.decode(text[start:end])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             continue
         if is_dict(value):
             return value
