@@ -4,13 +4,13 @@ The pages are generated from the configuration classes when the site is built (`
 `python -m tools.reference rl` prints one.
 """
 
-import inspect
 import sys
 from collections.abc import Iterator
 
 from pydantic import BaseModel
 
 from ramify.cli.commands import COMMANDS, ConfigCommand, load
+from ramify.cli.plugin_help import read_summary
 from ramify.core.config import Config
 from ramify.core.config.help import HelpKey, HelpSection, format_default, format_type, iter_sections
 from ramify.env.plugin import PLUGIN_KINDS, find_plugin_class, get_config_class
@@ -48,7 +48,7 @@ def format_command(config: type[BaseModel], name: str, other_names: list[str]) -
 def _format_section(section: HelpSection) -> Iterator[str]:
     title = f"`{section.path}`" if section.path else "Top level"
     yield from ("", f"## {title}" + (f" with `{section.variant}`" if section.variant else ""), "")
-    yield _read_summary(section.model) if section.path else ""
+    yield read_summary(section.model) if section.path else ""
     yield from ("", *format_keys(section.keys))
 
 
@@ -70,16 +70,11 @@ def _format_plugins() -> Iterator[str]:
         for id in plugins.builtin_paths:
             plugin = find_plugin_class(kind, id)
             config = get_config_class(plugin, Config)
-            yield from ("", f"### {kind} `{id}`", "", _read_summary(plugin), "")
+            yield from ("", f"### {kind} `{id}`", "", read_summary(plugin), "")
             keys = [HelpKey("", [config]).get_child(config, name) for name in config.model_fields if name != "id"]
             yield from format_keys(keys)
             if not keys:
                 yield "It has no options."
-
-
-def _read_summary(cls: type) -> str:
-    """Return the first paragraph of a class's docstring, on one line."""
-    return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
 
 
 def _escape(text: str) -> str:

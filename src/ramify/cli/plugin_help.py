@@ -24,7 +24,7 @@ def format_plugin_help(topic: str, prog: str) -> str:
         return "\n".join(_list_plugins(kind, prog))
     plugin = find_plugin_class(kind, id)
     keys = format_section(HelpKey(kind, [get_config_class(plugin, Config)]))
-    return "\n".join([f"{kind} {id!r}: {_read_summary(plugin)}", *keys])
+    return "\n".join([f"{kind} {id!r}: {read_summary(plugin)}", *keys])
 
 
 def _list_plugins(kind: str, prog: str) -> Iterator[str]:
@@ -33,10 +33,10 @@ def _list_plugins(kind: str, prog: str) -> Iterator[str]:
     yield f"A {kind} is a table: its `id`, and its options. '{prog} --help {kind}.ID' prints the options."
     yield "The `id` is one of"
     for id in ids:
-        yield f"  {id}".ljust(width) + _read_summary(find_plugin_class(kind, id))
+        yield f"  {id}".ljust(width) + read_summary(find_plugin_class(kind, id))
     yield "or a file.py, package.module:Class, or a name that an installed package registers."
 
 
-def _read_summary(plugin: type) -> str:
+def read_summary(plugin: type) -> str:
     """Return the first paragraph of a class's docstring, on one line."""
     return " ".join((inspect.getdoc(plugin) or "").split("\n\n")[0].split())
