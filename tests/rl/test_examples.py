@@ -45,7 +45,7 @@ def test_adapters_learn_to_reverse_text(tmp_path):
 def rank_by_similarity(prompt: str) -> str:
     """Rank replies by their similarity to the reference answer."""
     answer = prompt.partition("# Reference answer\n")[2].partition("\n")[0]
-    replies = re.findall(r'<reply number="\d+">\n(.*?)\n</reply>', prompt, re.DOTALL)
+    replies = re.findall(r'<reply-\w+ number="\d+">\n(.*?)\n</reply-', prompt, re.DOTALL)
     scores = [difflib.SequenceMatcher(None, reply, answer).ratio() for reply in replies]
     return json.dumps({"reason": "", "ranks": [1 + sum(other > score for other in scores) for score in scores]})
 

@@ -36,7 +36,7 @@ class SeededEngine(ScriptedEngine):
 
 def decide(prompt: str) -> str:
     """Judge by a known rule: replies of even length are correct, and longer ones are better."""
-    if replies := re.findall(r'<reply number="\d+">\n(.*?)\n</reply>', prompt):
+    if replies := re.findall(r'<reply-\w+ number="\d+">\n(.*?)\n</reply-', prompt):
         return json.dumps({"ranks": [1 + sum(len(other) > len(reply) for other in replies) for reply in replies]})
     reply = prompt.partition("# Answer to check\n")[2].partition("\n")[0]
     return json.dumps({"correct": len(reply) % 2 == 0})

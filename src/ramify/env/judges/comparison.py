@@ -157,7 +157,9 @@ def compute_win_rates(traces: Sequence[Trace], outcomes: Outcomes) -> list[float
 
 
 def _build_prompt(template: str, task: Task, replies: Sequence[str], criteria: Sequence[str]) -> str:
-    listed = "\n".join(f'<reply number="{i}">\n{reply}\n</reply>' for i, reply in enumerate(replies, 1))
+    # A reply cannot contain the hash of itself, so it cannot close its tag and forge another reply.
+    tag = "reply-" + hashlib.sha256("\0".join(replies).encode()).hexdigest()[:16]
+    listed = "\n".join(f'<{tag} number="{i}">\n{reply}\n</{tag}>' for i, reply in enumerate(replies, 1))
     criteria_lines = "".join(f"\n- {criterion}" for criterion in criteria)
     section = f"\n\n# Criteria{criteria_lines}" if criteria else ""
     return template.format(count=len(replies), task=format_task(task), replies=listed, criteria=section)
