@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ramify.core.config import write_toml
-from ramify.core.errors import ModelNotFound
-from ramify.infer.config import ModelConfig, NamedModelConfig, ServeConfig
+from ramify.core.config import parse_section, write_toml
+from ramify.core.errors import ConfigInvalid, ModelNotFound
+from ramify.infer.config import ModelConfig, NamedModelConfig, ServeConfig, expand_run_models
+from ramify.launch.run_checks import find_run_problems, list_model_notes
 from ramify.model.resolve import fetch_model
 from ramify.model.weights_manifest import Manifest
+from ramify.orchestrate.run_config import RunConfig, TrainSourceConfig
 from ramify.run.store import RunStore
 from ramify.trace.version import PolicyVersion
-from ramify.train.config import find_best_step
+from ramify.train.config import TrainedModelConfig, find_best_step
 from ramify.train.exported_models import export_model
 from tests.support.trained_runs import write_trained_run
 
@@ -26,17 +28,48 @@ def run(tmp_path, monkeypatch):
     return write_trained_run(tmp_path / "outputs" / "first")
 
 
+def test_parsing_a_config_reads_and_exports_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run:missing", "run:missing@7", "run:missing@best:eval/held-out/avg"):
+        assert ServeConfig(model=ModelConfig(name=name)).model.name == name
+        assert NamedModelConfig(name=name).name == name
+
+
+@pytest.mark.parametrize("name", ["run:", "run:@2", "run:first@", "run:first@last", "run:first@best:"])
+def test_a_malformed_name_is_refused_by_the_config(name):
+    with pytest.raises(ConfigInvalid, match=r"expected run:NAME, run:NAME@STEP or run:NAME@best:METRIC, got"):
+        parse_section(ModelConfig, {"name": name}, key="model")
+
+
 @pytest.mark.process
-def test_a_config_names_the_directory_of_the_step(run, tmp_path):
-    config = ServeConfig(model=ModelConfig(name="run:first"))
-    assert config.model.name == "outputs/first/models/first-000004"
-    assert ServeConfig(model=ModelConfig(name="run:first@best:eval/held-out/avg")).model.name.endswith("first-000002")
-    assert NamedModelConfig(name="run:outputs/first@2").name == "outputs/first/models/first-000002"
+def test_a_start_names_the_directory_of_the_step_and_loading_exports_it(run, tmp_path):
+    def expand(name: str) -> str:
+        return expand_run_models(ServeConfig(model=ModelConfig(name=name))).model.name
+
+    assert expand("run:first") == "outputs/first/models/first-000004"
+    assert expand("run:first@best:eval/held-out/avg").endswith("first-000002")
+    assert not (run / "models").exists()
     directory = fetch_model("run:first@2")
     assert directory == run / "models" / "first-000002"
     assert Manifest.read(directory).version == PolicyVersion("first", 0, 2)
+    assert fetch_model("outputs/first/models/first-000004") == run / "models" / "first-000004"
+    config = expand_run_models(ServeConfig(model=ModelConfig(name="run:outputs/first@2")))
     write_toml(config, tmp_path / "serve.toml")  # the processes of a run, and a resumed run, get the same step
-    assert tomllib.loads((tmp_path / "serve.toml").read_text())["model"]["name"] == config.model.name
+    assert tomllib.loads((tmp_path / "serve.toml").read_text())["model"]["name"] == "outputs/first/models/first-000002"
+
+
+@pytest.mark.process
+def test_a_dry_run_notes_the_models_that_the_run_would_export(run):
+    source = TrainSourceConfig(taskset={"id": "reverse-text"}, algorithm={"id": "opd"}, teacher="old")
+    models = {"old": NamedModelConfig(name="run:first@2")}
+    config = RunConfig(model=TrainedModelConfig(name="run:first"), models=models, train=[source])
+    config = expand_run_models(config)
+    assert find_run_problems(config, dry_run=True) == []
+    notes = [note for note in list_model_notes(config) if "exports" in note]
+    last = "outputs/first/models/first-000004"
+    note = f"note: model.name: the run exports {last} when it starts; 'ramify model fetch {last}' exports it before"
+    assert notes == [note, note.replace("model.name", "models.old.name").replace("000004", "000002")]
+    assert not (run / "models").exists()
 
 
 def test_processes_that_export_the_same_step_at_once_get_the_same_model(run):
@@ -64,7 +97,7 @@ def test_processes_that_export_the_same_step_at_once_get_the_same_model(run):
 )
 def test_a_missing_run_step_or_metric_is_named(run, name, message):
     with pytest.raises(ModelNotFound) as info:
-        ModelConfig(name=name)
+        expand_run_models(ServeConfig(model=ModelConfig(name=name)))
     assert info.value.message.startswith(message)
 
 

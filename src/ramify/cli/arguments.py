@@ -81,7 +81,10 @@ def _run(name: str, command: ConfigCommand, argv: Sequence[str], reporter: "Cras
         config, run_config = parse_component(cls, args, run_class, lambda run: extract(run, flags, args), **settings)
     else:
         config = parse(cls, args, **settings)
+    from ramify.infer.config import expand_run_models  # loaded here, not for help
+
     with add_origins(cls, args, argv):
+        config = expand_run_models(config)
         return load(command.run)(ConfigCall(name, argv, config, flags, run_config, reporter))
 
 

@@ -296,6 +296,7 @@ Keys, the most used first:""",
                 help="with --model: the step to export, or the step with the highest METRIC (lowest for a loss) among "
                 "the steps whose weights still exist (default: the last)",
             ),
+            switch("--dry-run", "with --model: print the directory, and write nothing"),
             option("--best", metavar="N", type=int, help="with --to sft: rollouts of each group (default: 1)"),
             option("--min-reward", metavar="R", type=float, help="with --to sft: the least reward of a rollout"),
             option(

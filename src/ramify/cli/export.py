@@ -24,10 +24,13 @@ def run(options: Namespace) -> int:
         raise ConfigInvalid(f"--best: expected at least 1, got {options.best}")
     if options.step and options.model is None:
         raise ConfigInvalid("--step chooses the model that is exported; give --model too")
+    if options.dry_run and options.model is None:
+        raise ConfigInvalid("--dry-run prints where --model is written; give --model too")
     if options.model is not None and file is not None:
         raise ConfigInvalid("-o is not used with --model, which names the directory")
     if options.model is not None:
-        return _export_model(options.run, Path(options.model) if options.model else None, options.step)
+        directory = Path(options.model) if options.model else None
+        return _export_model(options.run, directory, options.step, dry_run=options.dry_run)
     if options.adapter:
         return _export_adapter(options.run, file)
     if options.to == "sft":
@@ -79,12 +82,13 @@ def _export_adapter(run: str, directory: Path | None) -> int:
     return 0
 
 
-def _export_model(run: str, directory: Path | None, step: str) -> int:
+def _export_model(run: str, directory: Path | None, step: str, *, dry_run: bool) -> int:
     """Print the directory alone to stdout, for other programs, and what it is to stderr."""
     with open_run_readonly(run) as store, wrap_storage_errors(directory or store.path):
-        exported = export_model(store, directory, step)
+        exported = export_model(store, directory, step, dry_run=dry_run)
     merged = " (adapters merged; --adapter exports them alone)" if exported.is_merged else ""
     advice = f"serve it with: ramify serve -m {exported.directory}"
-    print(f"model of step {exported.step}{merged}; {advice}", file=sys.stderr)
+    summary = "dry run: nothing was written" if dry_run else f"model of step {exported.step}{merged}; {advice}"
+    print(summary, file=sys.stderr)
     print(exported.directory)
     return 0

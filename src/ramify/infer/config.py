@@ -1,17 +1,17 @@
 """The config of the engine and its server. Importable without torch."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ramify.core.config import Config
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
-from ramify.model.run_models import expand_run_model
+from ramify.model.run_models import check_model_name, expand_run_model
 
 # On a CPU, on a GPU:
 DEFAULT_RUNNING_REQUESTS, DEFAULT_BATCHED_TOKENS, DEFAULT_KV_FRACTIONS = (64, 256), (1024, 8192), (0.4, 0.85)
-ModelName = Annotated[str, AfterValidator(expand_run_model)]
+ModelName = Annotated[str, AfterValidator(check_model_name)]
 AutoCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 
 
@@ -195,6 +195,30 @@ class NamedModelConfig(Config):
     def is_managed(self) -> bool:
         """Whether the run starts an engine for it."""
         return not self.base_url
+
+
+C = TypeVar("C", bound=Config)
+M = TypeVar("M", ModelConfig, NamedModelConfig)
+
+
+def expand_run_models(config: C) -> C:
+    """Return the config with the directories of models that are named by a run; they may have to be exported.
+
+    Raises ModelNotFound if there is no such run or step.
+    """
+    update: dict[str, Any] = {}
+    model, models = getattr(config, "model", None), getattr(config, "models", {})
+    if isinstance(model, ModelConfig) and (expanded := _expand_name(model)) != model:
+        update["model"] = expanded
+    if (all_expanded := {key: _expand_name(named) for key, named in models.items()}) != models:
+        update["models"] = all_expanded
+    return config.model_copy(update=update) if update else config
+
+
+def _expand_name(model: M) -> M:
+    """Return the config of a model; unchanged, so that defaults stay defaults, if it does not name a run."""
+    name = expand_run_model(model.name)
+    return model if name == model.name else model.model_copy(update={"name": name})
 
 
 class ServerConfig(Config):

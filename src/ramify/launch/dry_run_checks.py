@@ -1,19 +1,18 @@
 """Checks of `--dry-run` beyond the plan: everything that a process of the run would refuse at its start.
 
-GPUs that are not on this machine are assumed, and models that the run would download are not checked. Nor are the
-published weights of another run, which may still have to train them. So a run for another machine can be planned here.
-Problems that appear only when the model is loaded are left to the run.
+GPUs that are not on this machine are assumed, and models that the run would download or export are not checked. Nor are
+the published weights of another run, which may still have to train them. So a run for another machine can be planned
+here. Problems that appear only when the model is loaded are left to the run.
 """
 
 from pathlib import Path
 
 from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound, RamifyError
-from ramify.core.hub import is_hub_id
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
 from ramify.launch.run_checks import find_run_problems, list_missing_models
 from ramify.launch.run_directory import check_environments
 from ramify.model.render import load_renderer
-from ramify.model.resolve import resolve_model_path
+from ramify.model.resolve import is_fetchable, resolve_model_path
 from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.wire.address import check_bind_address
 from ramify.run.store import RunStore
@@ -49,11 +48,11 @@ def _find_address_problems(config: RunConfig) -> list[ConfigProblem]:
 
 
 def _find_model_problems(config: RunConfig) -> list[ConfigProblem]:
-    """Return problems of the models and the renderer. A missing model is a problem unless the run downloads it."""
+    """Return problems of the models and the renderer. A missing model is one unless the run fetches it."""
     problems = [
         ConfigProblem(key, text)
         for key, name, text in list_missing_models(config)
-        if not is_hub_id(name) and (key == "model.name" or Path(name).parent.name != WEIGHTS_DIR)
+        if not is_fetchable(name) and (key == "model.name" or Path(name).parent.name != WEIGHTS_DIR)
     ]
     try:
         load_renderer(resolve_model_path(config.model.name), config.renderer)

@@ -10,6 +10,7 @@ from ramify.core.display import choose_api_display
 from ramify.core.hub import print_to_stderr
 from ramify.env import Taskset
 from ramify.env.taskset_id import build_taskset_table
+from ramify.infer.config import expand_run_models
 from ramify.launch.pinned_datasets import pin_datasets
 from ramify.launch.plan import build_plan
 from ramify.launch.plugin_check import check_plugin_tables, check_sft_evals
@@ -44,7 +45,7 @@ def rl(
     """
     from ramify.launch.dashboard import RunContent  # loaded only where it is needed
 
-    run_config = _build_config(config, settings)
+    run_config = expand_run_models(_build_config(config, settings))
     display = display or choose_api_display(RunContent())
     # A run whose directory exists is locked before the checks, so that `ramify why` shows it as starting. A new one is
     # locked after them: a configuration that is refused leaves no files.
@@ -101,7 +102,7 @@ def sft(
             output = Path(table.get("output", "outputs"))
             table["eval"] = [_with_taskset_table(source, output) for source in table["eval"]]
         config = parse_section(SftConfig, table, key="sft")
-    config = pin_sft_datasets(config, fresh=fresh, log=print_to_stderr)
+    config = pin_sft_datasets(expand_run_models(config), fresh=fresh, log=print_to_stderr)
     check_sft_evals(config)
     display = display or choose_api_display(SftContent())
     return run_sft(config, fresh=fresh, display=display, evals=RolloutEvals.from_config(config))

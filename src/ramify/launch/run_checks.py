@@ -14,6 +14,7 @@ from ramify.launch.plugin_check import raise_with_plugin_problems
 from ramify.model.resolve import (
     fetch_model,
     has_weights,
+    is_fetchable,
     may_be_path,
     read_max_positions,
     read_vocab_size,
@@ -24,22 +25,24 @@ from ramify.rollout.runtime.bwrap import describe_fallback
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
-    """Download models that are hub ids. Raise ConfigInvalid with all problems, also in plugin tables."""
+    """Download or export models. Raise ConfigInvalid with all problems, also in plugin tables."""
     if problems := find_run_problems(config, dry_run=dry_run):
         raise_with_plugin_problems(config, problems)
 
 
 def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[ConfigProblem]:
-    """Download models that are hub ids, and return the problems of models, ranks and packages.
+    """Download or export models that are not here, and return the problems of models, ranks and packages.
 
     A dry run needs no model.
     """
     problems = [*_find_rank_problems(config), *_find_sink_problems(config), *_find_adapter_problems(config)]
     problems += _find_weight_problems(config)
     if not dry_run:
-        problems += [ConfigProblem(key, text) for key, name, text in list_missing_models(config) if not is_hub_id(name)]
-        if not problems:  # a download may take minutes
-            problems += _download_models(config)
+        problems += [
+            ConfigProblem(key, text) for key, name, text in list_missing_models(config) if not is_fetchable(name)
+        ]
+        if not problems:  # a download or an export may take minutes
+            problems += _fetch_models(config)
             problems += _find_rank_problems(config)  # again: only now the files of a downloaded model are here
     return [*problems, *_find_top_k_problems(config)]
 
@@ -55,7 +58,7 @@ def list_missing_models(config: RunConfig) -> list[tuple[str, str, str]]:
     return missing
 
 
-def _download_models(config: RunConfig) -> list[ConfigProblem]:
+def _fetch_models(config: RunConfig) -> list[ConfigProblem]:
     problems: list[ConfigProblem] = []
     for key, name in _list_started_models(config).items():
         try:
@@ -182,8 +185,9 @@ def list_model_notes(config: RunConfig) -> list[str]:
     missing = [
         f"note: {key}: not checked: {text}"
         if may_be_path(name)
-        else f"note: {key}: the run downloads {name} when it starts; 'ramify model fetch {name}' downloads it before"
+        else f"note: {key}: the run {verb} {name} when it starts; 'ramify model fetch {name}' {verb} it before"
         for key, name, text in list_missing_models(config)
+        for verb in ["downloads" if is_hub_id(name) else "exports"]
     ]
     return [*unused, *missing]
 

@@ -3,7 +3,7 @@
 A name is the model that ships with the package, a directory, `run:NAME@STEP` for a model that another run has trained,
 or a Hugging Face id. `resolve_model_path` only looks at this machine. `fetch_model` downloads an id of the form
 ORG/NAME that is not in the local cache: commands that will load the model call it, dry runs and commands that only use
-a server do not.
+a server do not. `fetch_model` also exports the model of another run, see `run_models`.
 """
 
 import json
@@ -21,7 +21,7 @@ from ramify.core.hub import (
     print_to_stderr,
 )
 from ramify.core.names import suggest
-from ramify.model.run_models import expand_run_model
+from ramify.model.run_models import can_export, expand_run_model, export_run_model
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -44,11 +44,12 @@ def resolve_model_path(name: str) -> Path:
 
 
 def fetch_model(name: str, *, log: Log = print_to_stderr) -> Path:
-    """Return the directory of the model `name` with all of its weights, downloaded if it is a hub id and not here.
+    """Return the directory of the model `name` with all of its weights, downloaded or exported if it is not here.
 
     `log` gets lines about the download. Raises ModelNotFound.
     """
     name = expand_run_model(name)
+    export_run_model(name)
     try:
         directory = resolve_model_path(name)
     except ModelNotFound:
@@ -118,8 +119,8 @@ def _first_model_directory(name: str, candidates: list[Path]) -> Path:
             return directory.resolve()
     reasons = "; ".join(f"{path}: {_why_rejected(path)}" for path in candidates)
     advice = suggest(name, PACKAGED_MODELS, "give a directory, or a Hugging Face id ORG/NAME")
-    if is_hub_id(name):
-        advice = f"'ramify model fetch {name}' downloads it"
+    if is_fetchable(name):
+        advice = f"'ramify model fetch {name}' {'downloads' if is_hub_id(name) else 'exports'} it"
     advice = _describe_weights_near(Path(name).expanduser()) or advice
     raise ModelNotFound(f"model {name!r} was not found ({reasons}): {advice}")
 
@@ -146,9 +147,14 @@ def _why_rejected(directory: Path) -> str:
     return "has no config.json" if directory.is_dir() else "is not a directory"
 
 
+def is_fetchable(name: str) -> bool:
+    """Return whether `fetch_model` downloads or exports a model that is not here."""
+    return is_hub_id(name) or can_export(name)
+
+
 def may_be_path(name: str) -> bool:
-    """Return whether a name that is not here may be a mistyped path: it is not a hub id, or ORG is a directory here.
+    """Return whether a name that is not here may be a mistyped path: it cannot be fetched, or ORG is a directory here.
 
     A hub id of the second kind is still downloaded: a directory ORG may hold other models of that organization.
     """
-    return not is_hub_id(name) or Path(name).parent.is_dir()
+    return not is_fetchable(name) or (is_hub_id(name) and Path(name).parent.is_dir())

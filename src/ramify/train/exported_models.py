@@ -34,11 +34,14 @@ class ExportedModel:
     is_merged: bool
 
 
-def export_model(store: RunStore, directory: Path | None = None, step: str = "") -> ExportedModel:
+def export_model(
+    store: RunStore, directory: Path | None = None, step: str = "", *, dry_run: bool = False
+) -> ExportedModel:
     """Write the model after a step to `directory`, by default to one for this step in the run, unless it exists there.
 
-    `step` is a number, or `best:METRIC`; without it, the last step is exported. Raises ConfigInvalid if a given
-    directory exists or there is no such step, CheckpointRefused or WeightsRefused if files are damaged.
+    `step` is a number, or `best:METRIC`; without it, the last step is exported. A `dry_run` writes nothing. Raises
+    ConfigInvalid if a given directory exists or there is no such step, CheckpointRefused or WeightsRefused if files are
+    damaged.
     """
     run = store.path
     if directory is not None and directory.exists():
@@ -52,7 +55,7 @@ def export_model(store: RunStore, directory: Path | None = None, step: str = "")
         raise ConfigInvalid(f"{run} has no checkpoint yet, so there is no model to export")
     chosen = _choose_step(step, available, store)
     target = directory or get_model_directory(run, chosen)
-    if not target.exists():
+    if not dry_run and not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             _write_model(target, run, chosen, published, ledger)

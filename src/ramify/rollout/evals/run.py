@@ -26,6 +26,7 @@ from ramify.env.data_selection import find_dataset, pin_taskset
 from ramify.env.decorators import MISSING_REWARD_ADVICE
 from ramify.env.judges.cache import set_cache_directory
 from ramify.env.taskset_id import build_taskset_table
+from ramify.infer.config import expand_run_models
 from ramify.rollout import Environment, score_group
 from ramify.rollout.evals.blocked_loop import LoopWatchdog
 from ramify.rollout.evals.config import EvalConfig
@@ -167,7 +168,7 @@ def evaluate(
     Raises EnvironmentChanged if the environment has changed since the run was started, unless `accept_changes` is set.
     `display` shows the progress. A `watchdog` may end the process, so only commands should pass one.
     """
-    eval_config = read_config(config, settings)
+    eval_config = expand_run_models(read_config(config, settings))
     fetch_served_model(eval_config)  # outside the event loop: a download blocks, and Ctrl-C must interrupt it
     eval_config = pin_eval_dataset(eval_config, fresh=fresh, accept_changes=accept_changes, log=print_to_stderr)
     if display is None:
