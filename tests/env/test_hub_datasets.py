@@ -11,7 +11,7 @@ from ramify.core.errors import ConfigInvalid
 from ramify.core.hub import HubRepo
 from ramify.env.data_config import DataFilesConfig
 from ramify.env.data_files import read_rows
-from ramify.env.data_selection import fetch_dataset, pin_dataset
+from ramify.env.data_selection import fetch_dataset, find_cached_commit, pin_dataset
 from tests.support.hub import serve_hub
 
 NAME = "org/sums"
@@ -142,6 +142,19 @@ def test_branches_tags_and_commits_are_resolved(hub):
     assert read_questions(revision="v1", subset="main")[0] == "main test 0 0"
     with pytest.raises(ConfigInvalid, match=r"'org/sums' has no such revision on http.*branch, tag or commit"):
         fetch(revision="v7")
+
+
+def test_files_are_downloaded_at_the_commit_at_which_they_were_chosen(hub):
+    first = hub.repos["datasets", NAME].refs["main"]
+
+    config = DataFilesConfig(path=NAME, subset="main", part="train")
+
+    def move_branch(line: str) -> None:
+        if line.startswith("downloading"):
+            hub.repos["datasets", NAME].commit({"renamed.jsonl": make_jsonl("new")})
+
+    assert fetch_dataset(config, move_branch) == first
+    assert find_cached_commit(config) == first
 
 
 def test_cached_dataset_needs_no_network_and_the_error_without_one_says_what_to_bring(hub, monkeypatch):

@@ -73,6 +73,32 @@ def test_resumed_run_keeps_its_commit_and_refuses_another_revision(hub, tmp_path
         assert {source.taskset["revision"] for source in (*accepted.train, *accepted.eval)} == {second}
 
 
+def test_a_source_that_is_added_before_the_others_reads_their_commit(hub):
+    pinned = pin(make_config())
+    write_toml(pinned, pinned.path / CONFIG_FILE)
+    hub.repos["datasets", NAME].commit(make_files("new"))
+    (old,) = make_config().train
+    added = old.model_copy(update={"name": "added", "taskset": {**old.taskset, "part": "other"}})
+    config = make_config().model_copy(update={"train": [added, old], "name": pinned.path.name})
+    (revision,) = {source.taskset["revision"] for source in (*pinned.train, *pinned.eval)}
+    assert {source.taskset["revision"] for source in pin(config).train} == {revision}
+
+
+@pytest.mark.parametrize("revisions", [("main", "main"), (None, "main"), ("main", None)])
+def test_sources_read_one_commit_though_the_branch_moves_between_them(hub, revisions):
+    first = hub.repos["datasets", NAME].refs["main"]
+    config = make_config()
+    for source, revision in zip((*config.train, *config.eval), revisions, strict=True):
+        source.taskset.update({} if revision is None else {"revision": revision})
+
+    def move_branch(line: str) -> None:
+        if line.startswith("downloaded"):
+            hub.repos["datasets", NAME].commit(make_files("new"))
+
+    pinned = pin_datasets(config, fresh=False, accept_changes=False, log=move_branch)
+    assert [source.taskset["revision"] for source in (*pinned.train, *pinned.eval)] == [first, first]
+
+
 @pytest.mark.process
 @pytest.mark.usefixtures("check_plugins_in_process")
 def test_dry_run_downloads_nothing_and_names_what_the_run_will_download(hub, tmp_path, capsys):

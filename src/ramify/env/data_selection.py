@@ -15,6 +15,7 @@ from typing import Any
 
 from ramify.core.config.schema import is_dict, is_list
 from ramify.core.errors import ConfigInvalid
+from ramify.core.files import write_atomically
 from ramify.core.hub import (
     MAIN_REVISION,
     HubRepo,
@@ -110,7 +111,10 @@ def fetch_dataset(config: DataFilesConfig, log: Log) -> str | None:
             card = Path(hub.hf_hub_download(repo.name, CARD, repo_type=repo.kind, revision=info.sha, **options))
         selected = [CARD, *_select_files(names, card.parent, config)]
         patterns = [glob.escape(name) for name in selected]
-        return download_snapshot(repo, revision=revision, log=log, allow_patterns=patterns).name
+        if revision != info.sha:  # `huggingface_hub` records it only for downloads by the name of a branch or tag
+            (ref := repo.cache_path / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(ref, info.sha)
+        return download_snapshot(repo, revision=info.sha, log=log, allow_patterns=patterns).name
 
 
 def find_cached_commit(config: DataFilesConfig) -> str | None:
@@ -136,9 +140,7 @@ def pin_dataset(
     ConfigInvalid, for the section `key`, if the revision is another one than before, unless `accept_changes`; None
     means that there is no such option.
     """
-    commit = None
-    if previous is not None and previous.path == config.path and COMMIT_PATTERN.fullmatch(previous.revision or ""):
-        commit = previous.revision
+    commit = _find_previous_commit(config, previous)
     if commit is not None and config.revision is None:
         config = config.model_copy(update={"revision": commit})
     try:
@@ -154,6 +156,11 @@ def pin_dataset(
             key=f"{key}.revision",
         )
     return current or commit
+
+
+def _find_previous_commit(config: DataFilesConfig, previous: DataFilesConfig | None) -> str | None:
+    is_pinned = previous is not None and previous.path == config.path
+    return previous.revision if is_pinned and COMMIT_PATTERN.fullmatch(previous.revision or "") else None
 
 
 def find_dataset(taskset: dict[str, Any]) -> DataFilesConfig | None:
@@ -178,6 +185,12 @@ def find_missing_dataset(taskset: dict[str, Any]) -> str | None:
     config = find_dataset(taskset)
     is_missing = config is not None and is_hub_id(config.path) and find_cached_commit(config) is None
     return config.path if config is not None and is_missing else None
+
+
+def find_kept_commit(table: dict[str, Any], previous: dict[str, Any] | None) -> str | None:
+    """Return the commit of the dataset of a taskset that a resumed run continues with; None if it has none yet."""
+    config, before = find_dataset(table), find_dataset(previous) if previous else None
+    return None if config is None or config.revision is not None else _find_previous_commit(config, before)
 
 
 def pin_taskset(

@@ -9,10 +9,12 @@ from typing import Any
 
 from ramify.core.config import CONFIG_FILE, read_stored_config
 from ramify.core.errors import ConfigInvalid
-from ramify.core.hub import Log
-from ramify.env.data_selection import find_dataset, find_missing_dataset, pin_taskset
-from ramify.orchestrate.run_config import RunConfig
+from ramify.core.hub import MAIN_REVISION, Log
+from ramify.env.data_selection import find_dataset, find_kept_commit, find_missing_dataset, pin_taskset
+from ramify.orchestrate.run_config import RunConfig, TrainSourceConfig
+from ramify.rollout.evals.config import EvalSourceConfig
 
+MAIN_REVISIONS = (None, MAIN_REVISION)  # no revision is the main branch
 SourceKey = tuple[str, str]  # train or eval, and the name of the source
 
 
@@ -25,19 +27,27 @@ def pin_datasets(config: RunConfig, *, fresh: bool, accept_changes: bool, log: L
         return config
     previous = {} if fresh else _read_previous_tasksets(config)
     pinned: dict[str, Any] = {}
-    commits: dict[str, str] = {}  # of each dataset: sources without a revision read the same one
+    commits: dict[tuple[str, str | None], str] = {}  # of each dataset and revision: their sources read the same one
+    for kind, source in [
+        *(("train", source) for source in config.train),
+        *(("eval", source) for source in config.eval),
+    ]:
+        if (kept := find_kept_commit(source.taskset, previous.get((kind, source.source_name)))) is not None:
+            commits.setdefault((source.taskset["path"], None), kept)  # also for sources before it in the list
     for kind in ("train", "eval"):
         sources: list[Any] = list(getattr(config, kind))
         for number, source in enumerate(sources):
             if source.address is not None or (dataset := find_dataset(source.taskset)) is None:
                 continue
             before, table = previous.get((kind, source.source_name)), source.taskset
-            if before is None and dataset.revision is None and dataset.path in commits:
-                table = {**table, "revision": commits[dataset.path]}
+            commit = commits.get((dataset.path, dataset.revision))
+            if commit is not None and find_kept_commit(table, before) is None:
+                table = {**table, "revision": commit}
             key = f"{kind}.{number}.taskset"
             table = pin_taskset(table, before, key=key, log=log, accept_changes=accept_changes)
-            if dataset.revision is None and "revision" in table:
-                commits.setdefault(dataset.path, table["revision"])
+            if "revision" in table:
+                for revision in MAIN_REVISIONS if dataset.revision in MAIN_REVISIONS else (dataset.revision,):
+                    commits.setdefault((dataset.path, revision), table["revision"])
             sources[number] = source.model_copy(update={"taskset": table})
         pinned[kind] = sources
     name = str(config.path.relative_to(config.output))  # the default name does not depend on the commit
@@ -66,6 +76,9 @@ def _read_previous_tasksets(config: RunConfig) -> dict[SourceKey, dict[str, Any]
     """Return the tables of the tasksets with which the run was started before; none if this is its first start."""
     with contextlib.suppress(ConfigInvalid):
         stored = read_stored_config(RunConfig, config.path / CONFIG_FILE)
-        sources = [("train", source) for source in stored.train] + [("eval", source) for source in stored.eval]
-        return {(kind, source.source_name): source.taskset for kind, source in sources}
+        return {(kind, source.source_name): source.taskset for kind, source in _list_sources(stored)}
     return {}
+
+
+def _list_sources(config: RunConfig) -> list[tuple[str, TrainSourceConfig | EvalSourceConfig]]:
+    return [*(("train", source) for source in config.train), *(("eval", source) for source in config.eval)]
