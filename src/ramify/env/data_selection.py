@@ -159,8 +159,9 @@ def pin_dataset(
 
 
 def _find_previous_commit(config: DataFilesConfig, previous: DataFilesConfig | None) -> str | None:
-    is_pinned = previous is not None and previous.path == config.path
-    return previous.revision if is_pinned and COMMIT_PATTERN.fullmatch(previous.revision or "") else None
+    if previous is None or previous.path != config.path or not COMMIT_PATTERN.fullmatch(previous.revision or ""):
+        return None
+    return previous.revision
 
 
 def find_dataset(taskset: dict[str, Any]) -> DataFilesConfig | None:
