@@ -91,6 +91,19 @@ def test_datasets_are_mixed_by_weight_with_their_own_columns_and_roles(tmp_path)
     assert trained == {"plain": [False, True], "named": [True, True]}
 
 
+def test_a_row_that_moves_to_a_neighbouring_dataset_changes_the_identity_of_a_weighted_run(tmp_path):
+    def build_identity(sizes: tuple[int, int], **keys: float) -> dict:
+        rows = [json.dumps({"prompt": str(number), "completion": "yes"}) + "\n" for number in range(10)]
+        (tmp_path / "a.jsonl").write_text("".join(rows[: sizes[0]]))
+        (tmp_path / "b.jsonl").write_text("".join(rows[sizes[0] :]))
+        datasets = [{"path": str(tmp_path / name), **keys} for name in ("a.jsonl", "b.jsonl")]
+        return build_sft_plan(make_config(tmp_path, datasets)).identity
+
+    assert build_identity((4, 6), weight=1) == build_identity((4, 6), weight=1)
+    assert build_identity((4, 6), weight=1) != build_identity((5, 5), weight=1)
+    assert build_identity((4, 6)) == build_identity((5, 5))  # one shuffled list, whatever its parts
+
+
 def test_system_prompt_comes_from_its_column(tmp_path):
     path = write_pairs(tmp_path / "a.jsonl", 1)
     row = json.loads(Path(path).read_text())

@@ -137,7 +137,10 @@ def build_sft_plan(config: SftConfig) -> SftPlan:
         order=order,
         identity={
             **config.identity,
-            "conversations": {"count": len(conversations), "digest": _hash_conversations(conversations)},
+            "conversations": {
+                "count": len(conversations),
+                "digest": _hash_conversations(datasets, weighted=bool(weights)),
+            },
         },
     )
 
@@ -171,10 +174,15 @@ def _check_takes_images(model: str, conversations: Sequence[SftConversation]) ->
         raise ConfigInvalid(f"data: {with_images.location} {reason}")
 
 
-def _hash_conversations(conversations: Sequence[SftConversation]) -> str:
-    """Return a short hash of the conversations in their order; a position in the order is valid only for these."""
+def _hash_conversations(datasets: Sequence[Sequence[SftConversation]], *, weighted: bool) -> str:
+    """Return a short hash of the conversations in their order; a position in the order is valid only for these.
+
+    Where a dataset ends matters only if the datasets are `weighted`.
+    """
     digest = hashlib.sha256()
-    for conversation in conversations:
+    if weighted:
+        digest.update(msgspec.msgpack.encode([len(dataset) for dataset in datasets]))
+    for conversation in itertools.chain.from_iterable(datasets):
         digest.update(msgspec.msgpack.encode((conversation.messages, conversation.tools), enc_hook=str))
         if conversation.untrained or conversation.recorded is not None:
             digest.update(msgspec.msgpack.encode((sorted(conversation.untrained), conversation.recorded)))
