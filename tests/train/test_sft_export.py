@@ -110,6 +110,21 @@ async def test_another_tokenizer_trains_on_the_messages_by_their_weights(tmp_pat
     assert [item.trace.nodes[entry.node].message.text for entry in item.annotations] == ["C"]  # not "2"
 
 
+async def test_messages_of_all_roles_that_branches_share_are_trained_once(tmp_path):
+    with open_run(tmp_path / "run", "tiny-vision") as store:
+        await store.add_rollout(RolloutRecord("g0.0", "0", source="env", reward=1.0), [await sample_tree()])
+        export_conversations(store, tmp_path / "sft.jsonl")
+    roles = ["system", "user", "tool", "assistant"]
+    trained, everywhere = Counter(), Counter()
+    for conversation in read_conversations(tmp_path / "sft.jsonl"):
+        for index in range(len(conversation.messages)):
+            path = conversation.messages[: index + 1]
+            everywhere[path] += 1
+            trained[path] += conversation.is_trained(index, roles)
+    assert max(everywhere.values()) == 3
+    assert sorted(trained.values()) == [0] + [1] * (len(trained) - 1)  # the reply "2" was not sampled
+
+
 async def add_rollouts(store, rewards, source="env"):
     """Store rollouts of two groups: even and odd numbers."""
     for number, reward in enumerate(rewards):

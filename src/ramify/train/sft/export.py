@@ -3,7 +3,7 @@
 A row is one path of a trace, with its messages in OpenAI's format, the tools and the images. Beside each message are
 the tokens that the engine saw and sampled, so SFT with the same tokenizer trains exactly these, and nothing is
 tokenized again. A model with another tokenizer trains on the messages. A trace with branches becomes several rows, and
-a reply that is on several of them has the weight 0 on all but one.
+a message that is on several of them has the weight 0 on all but one.
 """
 
 import tomllib
@@ -95,9 +95,12 @@ def build_rows(
         if min_reward is not None and trace.reward is not None and trace.reward < min_reward:
             continue
         media = {item.hash: store.images.read(item) for item in trace.graph.media}
+        written: set[int] = set()  # nodes on earlier paths
         for leaf, trained in find_trained_paths(trace):
+            messages = list(_build_messages(trace, leaf, trained, written, media))
+            written.update(trace.graph.path_nodes(leaf))
             yield {
-                "messages": list(_build_messages(trace, leaf, trained, media)),
+                "messages": messages,
                 "tools": find_offered_tools(trace, leaf),
                 TOKENIZER_KEY: tokenizer,
                 "rollout": rollout.id,
@@ -125,12 +128,19 @@ def find_trained_paths(trace: Trace) -> list[tuple[int, set[int]]]:
     return paths
 
 
-def _build_messages(trace: Trace, leaf: int, trained: set[int], media: Mapping[str, Media]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a path in OpenAI's format, with their tokens."""
+def _build_messages(
+    trace: Trace, leaf: int, trained: set[int], written: set[int], media: Mapping[str, Media]
+) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a path in OpenAI's format, with their tokens.
+
+    Only the replies in `trained` may be trained, and no message in `written`: another tokenizer may train other roles.
+    """
     for node in Branch(trace, leaf).nodes:
         fields = format_message(node.message, media)
         if node.message.role == "assistant":
             fields[WEIGHT_KEY] = int(node.index in trained)
+        elif node.index in written:
+            fields[WEIGHT_KEY] = 0
         images = [(ref.part, ref.start, ref.stop) for ref in node.media]
         sampled = node.sampled_span if node.index in trained else None
         tokens = MessageTokens(node.token_ids.tolist(), sampled, images)
