@@ -125,6 +125,21 @@ async def test_messages_of_all_roles_that_branches_share_are_trained_once(tmp_pa
     assert sorted(trained.values()) == [0] + [1] * (len(trained) - 1)  # the reply "2" was not sampled
 
 
+async def test_a_system_column_is_refused_for_exported_rows(tmp_path):
+    path = tmp_path / "sft.jsonl"
+    with open_run(tmp_path / "run", "tiny") as store:
+        await add_rollouts(store, [0.5, 0.9])
+        export_conversations(store, path)
+    config = SftDataConfig(path=str(path), system_column="rules")
+    rows = list(read_rows(str(path)))
+    for changed in (rows, [{**row, "rules": "Be short."} for row in rows]):
+        with pytest.raises(
+            ConfigInvalid, match=r"data\.system_column is 'rules', but the row was exported from a rollout"
+        ):
+            parse_conversations(changed, config)
+    assert len(parse_conversations([{**row, "rules": ""} for row in rows], config)) == len(rows)
+
+
 async def add_rollouts(store, rewards, source="env"):
     """Store rollouts of two groups: even and odd numbers."""
     for number, reward in enumerate(rewards):

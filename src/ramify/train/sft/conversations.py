@@ -142,8 +142,14 @@ def parse_conversation(row: DatasetRow, config: SftDataConfig, content_parser: C
         expected = f"{config.messages_column!r}, nor {config.prompt_column!r} and {config.completion_column!r}"
         advice = f"set the keys `..._column` of the dataset, as `ramify data {config.path}` shows them"
         raise ValueError(f"it has no column {expected}; it has {', '.join(row)}: {advice}")
-    if config.system_column is not None and row[config.system_column]:
-        raw_messages = [{"role": "system", "content": row[config.system_column]}, *_parse_json(raw_messages)]
+    system_column = config.system_column
+    if system_column is not None and row.get(TOKENIZER_KEY) and (system_column not in row or row[system_column]):
+        problem = (
+            f"data.system_column is {system_column!r}, but the row was exported from a rollout, with the tokens of "
+        )
+        raise ValueError(f"{problem}its own messages; remove system_column")
+    if system_column is not None and row[system_column]:
+        raw_messages = [{"role": "system", "content": row[system_column]}, *_parse_json(raw_messages)]
     row_images, media = iter(row.get(config.images_column) or ()), dict[str, Media]()
     raw_messages = list(_parse_json(raw_messages))
     messages = tuple(
