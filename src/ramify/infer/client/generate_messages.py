@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from ramify.core.errors import EngineIncompatible, ProviderError
+from ramify.core.errors import EngineIncompatible, ProviderError, RequestInvalid
 from ramify.infer.client.completion import ClientSampling, FinishReason
 from ramify.model.images import ProcessedImage
 from ramify.trace import Usage
@@ -190,16 +190,19 @@ def parse_prompt_logprobs(
 
 
 def parse_top_logprobs(response: GenerateResponse, server: str, *, start: int, top_k: int) -> StructuredArray:
-    """Return the `top_k` likeliest tokens at each position [tokens, top_k], as TOP_DTYPE; none before `start`."""
+    """Return the `top_k` likeliest tokens at each position [tokens, top_k], as TOP_DTYPE; none before `start`.
+
+    Raises RequestInvalid if the server returns fewer of them, and ProviderError if it returns something else.
+    """
     tables = response.prompt_logprobs or []
     top = np.full((len(tables), top_k), np.array((-1, -np.inf), TOP_DTYPE))
     try:
         for row, table in zip(top[max(1, start) :], tables[max(1, start) :]):
             pairs = sorted(((float(entry["logprob"]), int(id)) for id, entry in (table or {}).items()), reverse=True)
             if len(pairs) < top_k:
-                raise ValueError(f"one has {len(pairs)}")
+                problem = f"returned {len(pairs)} likeliest tokens of a prompt's position, not {top_k}"
+                raise RequestInvalid(f"{server} {problem}; lower top_k")
             row["logprob"], row["token"] = zip(*pairs[:top_k])
     except (KeyError, TypeError, ValueError) as error:
-        problem = f"returned fewer than {top_k} likeliest tokens of a prompt's position"
-        raise ProviderError(f"{server} {problem} ({error}); lower top_k") from error
+        raise ProviderError(f"{server} returned unreadable likeliest tokens: {error!r}") from error
     return top
