@@ -92,7 +92,7 @@ OTHER_NAMES = {
     "kv",  # a field of a request
     *("environment", "environment.network_mode", "task", "task.requires"),  # fields of tasks
 }
-OTHER_FLAGS = {"privileged", "max-logprobs"}  # of podman and of vLLM
+OTHER_FLAGS = {"privileged", "max-logprobs", "taskset.judge"}  # of podman, of vLLM, and of a taskset on a page
 
 
 @cache

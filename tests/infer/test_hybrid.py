@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import asdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ramify.core.errors import ConfigInvalid
@@ -226,6 +226,7 @@ def test_states_are_those_of_the_tokens():
     @given(
         Arrivals, st.integers(40, 120), st.sampled_from([1, 2, 4]), st.integers(0, 6), st.integers(5, 16), st.booleans()
     )
+    @example([(0, [n % 2] * 6, 12) for n in range(5)], 40, 1, 2, 16, False)  # the cache is too small for all of them
     def property_holds(arrivals, cache_tokens, block_size, num_snapshots, budget, is_ahead):
         launched: list[tuple[EngineRequest, int]] = []
         stop_ids = frozenset({2}) if is_ahead else frozenset()

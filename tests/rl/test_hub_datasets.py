@@ -118,6 +118,7 @@ def test_rl_by_name(hub, tmp_path, monkeypatch):
     check_later_starts(hub, tmp_path, command, "--train.0.taskset.revision", monkeypatch)
 
 
+@pytest.mark.full("twenty seconds; tests/launch/test_pinned_datasets.py tests the same in one process")
 def test_sft_by_name(hub, tmp_path, monkeypatch):
     first = hub.repos["datasets", NAME].refs["main"]
     command = ["sft", "@", "sft.toml", "-m", "tiny"]
