@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ramify.core.errors import ProviderError
+from ramify.core.errors import ProviderError, RequestInvalid
 from ramify.infer.client.generate_messages import (
     GenerateResponse,
     decode_json,
@@ -31,7 +31,7 @@ def test_a_prompt_token_without_a_logprob_is_rejected(entry):
 @pytest.mark.parametrize("num_tokens", [0, 1, 2])
 def test_a_position_with_too_few_likeliest_tokens_is_rejected(num_tokens):
     table = [None, {str(token): {"logprob": -1.0 - token} for token in range(num_tokens)}]
-    with pytest.raises(ProviderError, match="fewer than 3 likeliest tokens"):
+    with pytest.raises(RequestInvalid, match=f"returned {num_tokens} likeliest tokens of a prompt's position, not 3"):
         parse_top_logprobs(GenerateResponse([], prompt_logprobs=table), "a server", start=0, top_k=3)
 
 
