@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.core.config import dump_toml, parse
-from ramify.core.errors import ConfigInvalid
+from ramify.core.config import add_origins, dump_toml, parse
+from ramify.core.errors import ConfigInvalid, ConfigProblem
 from ramify.infer.gateway.config import SamplingConfig
 from ramify.orchestrate.run_config import RunConfig, TrainSourceConfig
 from ramify.rollout.envserver.config import StaticPoolConfig
@@ -92,12 +92,41 @@ def test_flags_set_shared_tables(tmp_path):
     [
         ("temprature = 1", r"^sampling\.temprature: unknown key; did you mean sampling\.temperature\?"),
         ('temperature = "hot"', r"^sampling\.temperature: expected a valid number, got 'hot' \(\S*run.toml\)$"),
-        ("top_p = 0.5", r"^train\.0\.sampling\.top_p: 0\.5 cannot be trained on, expected 1"),
+        ("top_p = 0.5", r"^sampling\.top_p: 0\.5 cannot be trained on, expected 1 \(\S*run.toml\)$"),
     ],
 )
 def test_wrong_shared_key_is_reported_once(tmp_path, line, message):
     with pytest.raises(ConfigInvalid, match=message):
         parse_text(tmp_path, f'[sampling]\n{line}\n[[train]]\ntaskset.id = "reverse-text"')
+
+
+@pytest.mark.parametrize("value", ["2", "0.5"])  # no source accepts the first
+def test_a_shared_value_that_sources_refuse_is_reported_with_its_flag(tmp_path, value):
+    sources = '[[train]]\ntaskset.id = "reverse-text"\n' + '[[train]]\nname = "b"\ntaskset.id = "reverse-text"\n'
+    with pytest.raises(ConfigInvalid) as info:
+        parse_text(tmp_path, f"[sampling]\ntop_k = 0\n{sources}", "--sampling.top_p", value)
+    assert [(problem.key, problem.origin) for problem in info.value.problems] == [
+        ("sampling.top_p", "--sampling.top_p")
+    ]
+
+
+def test_a_refused_value_that_a_source_sets_itself_keeps_its_key(tmp_path):
+    text = '[sampling]\ntop_p = 1.0\n[[train]]\ntaskset.id = "reverse-text"\nsampling.top_p = 0.5\n'
+    with pytest.raises(ConfigInvalid) as info:
+        parse_text(tmp_path, text)
+    assert [problem.key for problem in info.value.problems] == ["train.0.sampling.top_p"]
+
+
+def test_a_plugin_that_refuses_a_shared_value_names_the_shared_key(tmp_path):
+    source = '[[train]]\ntaskset.id = "reverse-text"\n'
+    (tmp_path / "run.toml").write_text(f'{source}[[eval]]\ntaskset.id = "reverse-text"\nharness.id = "chat"\n')
+    args = ["@", str(tmp_path / "run.toml"), "--harness.id", "bash", "--harness.timeout", "9"]
+    refused = [("train.0.harness.timeout", "too short"), ("eval.0.harness.timeout", "too short")]
+    with pytest.raises(ConfigInvalid) as info, add_origins(RunConfig, args, args):
+        raise ConfigInvalid(problems=[ConfigProblem(*problem) for problem in refused])
+    keys = [(problem.key, problem.origin) for problem in info.value.problems]
+    assert keys[0] == ("harness.timeout", "--harness.timeout")
+    assert keys[1][0] == "eval.0.harness.timeout"  # another harness inherits nothing
 
 
 def test_example_for_slurm_adds_to_the_example_for_two_gpus():

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from ramify.core.config import Config, get_explicit_values
 from ramify.core.config.base import merge_tables
-from ramify.core.config.schema import is_dict, is_list
+from ramify.core.config.schema import KeyPath, has_key_path, is_dict, is_list
 from ramify.core.names import find_duplicates
 from ramify.infer.gateway.config import AGENT_TIMEOUT, RolloutLimits, SamplingConfig
 
@@ -87,6 +87,9 @@ class SourceConfig(Config):
         return RolloutLimits(**{name: getattr(self, name) for name in RolloutLimits.model_fields})
 
 
+SHARED_TABLES = ("sampling", "harness", "runtime")
+
+
 class SharedSourceSettings(Config):
     """The tables `[sampling]`, `[harness]` and `[runtime]` of a configuration with several sources.
 
@@ -108,10 +111,21 @@ class SharedSourceSettings(Config):
     def _sources_inherit(cls, data: Any) -> Any:
         if not is_dict(data):
             return data
-        shared = {key: _dump_shared_table(key, data.get(key)) for key in ("sampling", "harness", "runtime")}
+        shared = {key: _dump_shared_table(key, data.get(key)) for key in SHARED_TABLES}
         inherited = {key: table for key, table in shared.items() if table}
         sources: dict[str, Any] = {key: data[key] for key in cls.source_kinds if is_list(data.get(key))}
         return {**data, **{key: [_inherit(source, inherited) for source in value] for key, value in sources.items()}}
+
+    @classmethod
+    def find_given_key(cls, key: KeyPath, data: Any) -> KeyPath:
+        """Return the key in a shared table for a value that a source inherits from there."""
+        if len(key) > 3 and key[0] in cls.source_kinds and key[2] in SHARED_TABLES and has_key_path(data, key[:2]):
+            source, shared = data[key[0]][key[1]], data.get(key[2])
+            own = source.get(key[2], {}) if is_dict(source) else None
+            is_inherited = is_dict(own) and is_dict(shared) and _inherits(own, shared)
+            if is_inherited and has_key_path(shared, key[3:]) and not has_key_path(own, key[3:]):
+                return key[2:]
+        return super().find_given_key(key, data)
 
 
 def _dump_shared_table(key: str, table: Any) -> dict[str, Any]:
@@ -129,6 +143,10 @@ def _is_valid_sampling(table: dict[str, Any]) -> bool:
     return True
 
 
+def _inherits(own: dict[str, Any], shared: dict[str, Any]) -> bool:
+    return "id" not in own or own["id"] == shared.get("id", own["id"])
+
+
 def _inherit(source: Any, shared: dict[str, dict[str, Any]]) -> Any:
     """Return the table of a source with the shared keys that it does not set."""
     if isinstance(source, SourceConfig) and shared:
@@ -140,7 +158,7 @@ def _inherit(source: Any, shared: dict[str, dict[str, Any]]) -> Any:
         own = source.get(key, {})
         if isinstance(own, SamplingConfig):
             own = own.model_dump(exclude_unset=True)
-        if is_dict(own) and ("id" not in own or own["id"] == table.get("id", own["id"])):
+        if is_dict(own) and _inherits(own, table):
             inherited[key] = merge_tables(table, own)
     return {**source, **inherited}
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from ramify.core.config.schema import annotation_options, is_dict, model_tag_key
+from ramify.core.config.schema import KeyPath, annotation_options, is_dict, model_tag_key
 from ramify.core.errors import ConfigProblem
 
 NONE_LITERAL = "None"  # None in a TOML file, which has no null
@@ -82,6 +82,14 @@ class Config(BaseModel):
                 raise SectionProblems((key, f"a NUL character is not allowed, found {str(value)!r}; remove it"))
         fields = cls.model_fields
         return {key: _fill_from_default(fields[key], value) if key in fields else value for key, value in data.items()}
+
+    @classmethod
+    def find_given_key(cls, key: KeyPath, data: Any) -> KeyPath:
+        """Return the key under which `data` has the value that is refused at `key`: another one if it is inherited."""
+        section = cls.model_fields[key[0]].annotation if key and key[0] in cls.model_fields else None
+        if isinstance(section, type) and issubclass(section, Config) and is_dict(data):
+            return (key[0], *section.find_given_key(key[1:], data.get(str(key[0]))))
+        return key
 
     def find_problems(self) -> Iterable[tuple[str, str]]:
         """Yield each rule that the values break together, as the key of a value below this section and a text."""

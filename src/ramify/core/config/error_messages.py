@@ -46,8 +46,9 @@ def explain_errors(
     given: dict[KeyPath, str] = {}
 
     def add(key: KeyPath, expectation: str) -> None:
-        if expectation not in expectations.setdefault(key, []):
-            expectations[key].append(expectation)
+        texts = expectations.setdefault(layers.find_given_key(key), [])
+        if expectation not in texts:
+            texts.append(expectation)
 
     for details in error.errors(include_url=False):
         key = _locate_key(details["loc"], layers.data, missing=details["type"] == "missing")

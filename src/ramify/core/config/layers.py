@@ -24,7 +24,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ramify.core.config.base import NONE_LITERAL, merge_tables
+from ramify.core.config.base import NONE_LITERAL, Config, merge_tables
 from ramify.core.config.schema import (
     KeyPath,
     child_options,
@@ -205,6 +205,10 @@ class ConfigLayers:
         if outer is not None:
             origins.add(outer)
         return origins.pop() if len(origins) == 1 else ""
+
+    def find_given_key(self, key: KeyPath) -> KeyPath:
+        """Return the key under which a file or flag set the value that is refused at `key`."""
+        return self.cls.find_given_key(key, self.data) if issubclass(self.cls, Config) else key
 
     def add_file(self, file: FileArgument) -> None:
         """Merge a TOML file into its section. Raises ConfigInvalid."""

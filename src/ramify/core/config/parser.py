@@ -12,7 +12,7 @@ from ramify.core.config.base import Config
 from ramify.core.config.error_messages import explain_errors
 from ramify.core.config.help import format_help
 from ramify.core.config.layers import Argument, ConfigLayers, FileArgument, FlagArgument, split_arguments
-from ramify.core.config.schema import parse_key
+from ramify.core.config.schema import format_key, parse_key
 from ramify.core.errors import ConfigInvalid, ConfigProblem
 
 C = TypeVar("C", bound=Config)
@@ -99,11 +99,16 @@ def add_origins(cls: type[Config], args: Sequence[str], argv: Sequence[str]) -> 
             _merge_arguments(layers, split_arguments(cls, args))
         flags = {arg.partition("=")[0] for arg in argv}
 
-        def find_origin(problem: ConfigProblem) -> str:
-            origin = layers.find_origin(parse_key(problem.key)) if problem.key and not problem.origin else ""
-            return origin if origin in flags or not origin.startswith("--") else ""
+        def add_origin(problem: ConfigProblem) -> ConfigProblem:
+            if not problem.key or problem.origin:
+                return problem
+            key = layers.find_given_key(parse_key(problem.key))
+            origin = layers.find_origin(key)
+            is_known = origin in flags or not origin.startswith("--")
+            return problem._replace(key=format_key(key), origin=origin if is_known else "")
 
-        problems = [problem._replace(origin=problem.origin or find_origin(problem)) for problem in error.problems]
+        # Several sources may refuse the same shared value.
+        problems = list(dict.fromkeys(map(add_origin, error.problems)))
         raise ConfigInvalid(problems=problems) from error
 
 

@@ -49,6 +49,15 @@ def has_key(container: Any, key: str | int) -> bool:
     return is_dict(container) and key in container
 
 
+def has_key_path(container: Any, key: KeyPath) -> bool:
+    """Return whether nested tables and lists have an entry at `key`."""
+    for part in key:
+        if not has_key(container, part):
+            return False
+        container = container[part]
+    return True
+
+
 def annotation_options(annotation: Any) -> list[Any]:
     """Return the options of an annotation: the members of a union, or the annotation itself."""
     origin = get_origin(annotation)
