@@ -50,12 +50,13 @@ class FlakyGroupReward:
 
     async def score_group(self, task, traces, **_) -> GroupScores:
         self.num_calls += 1
+        metrics = [{"judge/calls": trace.metrics.get("judge/calls", 0.0) + 0.5} for trace in traces]
+        info = [{"judge": index} for index in range(len(traces))]
         if self.failures:
             failure = self.failures.pop(0)
-            return GroupScores([{"best": None} for _ in traces], [[failure] for _ in traces], [], [])
+            return GroupScores([{"best": None} for _ in traces], [[failure] for _ in traces], metrics, info)
         rewards = [{"best": (float(index), 1.0)} for index in range(len(traces))]
-        metrics = [{"judge/calls": 0.5} for _ in traces]
-        return GroupScores(rewards, [[] for _ in traces], metrics, [{"judge": index} for index in range(len(traces))])
+        return GroupScores(rewards, [[] for _ in traces], metrics, info)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -78,7 +79,8 @@ async def test_failing_group_reward_is_retried_and_reported(ledger, times):
     group = ledger.get_group(0)
     if times == 1:
         assert group.state is GroupState.SCORED
-        assert [(trace.metrics["judge/calls"], trace.info["judge"]) for trace in scored_traces] == [(0.5, 0), (0.5, 1)]
+        calls = [(trace.metrics["judge/calls"], trace.info["judge"]) for trace in scored_traces]
+        assert calls == [(1.0, 0), (1.0, 1)]  # the calls of the failed try are paid for too
     else:
         assert (group.reason, group.detail) == (DropReason.UNSCORED, "JudgeError: the judge sleeps")
 

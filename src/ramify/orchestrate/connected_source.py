@@ -120,13 +120,15 @@ class ConnectedSource:
     async def add_group_rewards(self, traces: Sequence[Trace], on_failure: Callable[[Failure], None]) -> None:
         """Let the server compute the group rewards and add them to the traces, in at most `max_tries` tries.
 
-        Raises the last failure if no try succeeds.
+        The metrics of failed tries are kept. Raises the last failure if no try succeeds.
         """
         for num_tries_left in reversed(range(self.max_tries)):
             try:
                 scores = await self.servers.score_group(
                     traces[0].task, traces, environment_digest=self.environment_digest, timeout=self.attempt_timeout
                 )
+                for trace, metrics in zip(traces, scores.metrics, strict=True):
+                    trace.metrics.update(metrics)  # also of a failed try, whose judge calls are paid for
                 for failure in (failure for failures in scores.errors for failure in failures):
                     raise failure.to_exception()  # without all its rewards a group cannot be trained on
             except RamifyError as error:
@@ -135,9 +137,8 @@ class ConnectedSource:
                     raise
                 await self.wait_before_retry(failure)
                 continue
-            for trace, rewards, metrics, info in zip(traces, scores.rewards, scores.metrics, scores.info, strict=True):
+            for trace, rewards, info in zip(traces, scores.rewards, scores.info, strict=True):
                 trace.rewards.update(rewards)
-                trace.metrics.update(metrics)
                 trace.info.update(info)
             return
 
