@@ -103,7 +103,7 @@ def test_the_reading_list_has_existing_files_of_about_9000_lines() -> None:
             r"(\d+) to (\d+) such rollouts a second",
             r"4 env servers, rollouts/s.*? \| (\d+).*?(\d+) \|",
         ),
-        ("README.md", r"backwards: (\d+) s on two busy cores", r"other work kept busy it took (\d+) s"),
+        ("README.md", r"backwards: (\d+) s on two cores", r"on two cores \(x86-64\) it took (\d+) s"),
         ("docs/agents.md", r"`program` in a sandbox \| ([\d.]+)", r"`program`, started from nothing \| ([\d.]+)"),
         (
             "docs/agents.md",
