@@ -28,10 +28,7 @@ def pin_datasets(config: RunConfig, *, fresh: bool, accept_changes: bool, log: L
     previous = {} if fresh else _read_previous_tasksets(config)
     pinned: dict[str, Any] = {}
     commits: dict[tuple[str, str | None], str] = {}  # of each dataset and revision: their sources read the same one
-    for kind, source in [
-        *(("train", source) for source in config.train),
-        *(("eval", source) for source in config.eval),
-    ]:
+    for kind, source in _list_sources(config):
         if (kept := find_kept_commit(source.taskset, previous.get((kind, source.source_name)))) is not None:
             commits.setdefault((source.taskset["path"], None), kept)  # also for sources before it in the list
     for kind in ("train", "eval"):
