@@ -8,7 +8,6 @@ temperature of its own. Some models scale the product of the head or limit it wi
 
 from collections import deque
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from ramify.model.logit_transform import LogitTransform
 
 IDENTITY = LogitTransform()
-ROW_MULTIPLE = 128  # on CUDA chunks have a multiple of this many rows, so that one compiled kernel serves all
+ROW_MULTIPLE = 128  # on CUDA chunks have a multiple of this many rows, which suits matrix products
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # size of a chunk's logits: a core's cache, a small part of a GPU
 KEPT_CHUNKS = {"cpu": 1, "cuda": 3}  # chunks whose logits are kept for the backward pass
 
@@ -66,12 +65,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprob, entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         top_logprob = hidden.new_empty(top_ids.shape, dtype=torch.float32)
-        reduce_logits = _compile_for_device(_compute_logprob_entropy_lse, hidden.device.type)
+        reduce_logits = _get_row_functions(hidden.device.type)[0]
         kept_logits: deque[Tensor] = deque(maxlen=KEPT_CHUNKS[hidden.device.type])
         for rows in _split_rows(len(hidden), len(weight), hidden):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             logprob[rows], entropy[rows], logsumexp[rows] = reduce_logits(
-                logits, target_ids[rows], inv_temperature[rows], transform=transform
+                logits, target_ids[rows], inv_temperature[rows], transform
             )
             if top_ids.shape[1]:
                 top_logits = transform.apply(logits.gather(1, top_ids[rows]).float()) * inv_temperature[rows, None]
@@ -92,11 +91,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         needs_weight_grad = ctx.needs_input_grad[1]
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad and not single_chunk else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        compute_gradient = _compile_for_device(_compute_logits_gradient, hidden.device.type)
+        differentiate_logits = _get_row_functions(hidden.device.type)[1]
         for kept, rows in enumerate(chunks, len(kept_logits) - len(chunks)):
             logits = kept_logits[kept] if kept >= 0 else torch.nn.functional.linear(hidden[rows], weight, bias)
-            d_logits = compute_gradient(
-                logits, target_ids[rows], inv_temperature[rows], logsumexp[rows], grads[0][rows], transform=transform
+            d_logits = differentiate_logits(
+                logits, target_ids[rows], inv_temperature[rows], logsumexp[rows], grads[0][rows].contiguous(), transform
             )
             if top_ids.shape[1]:
                 columns = logits, top_ids[rows], inv_temperature[rows], logsumexp[rows], grads[2][rows]
@@ -117,7 +116,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
 
 
-def _compute_logprob_entropy_lse(
+def _reduce_logits(
     logits: Tensor, target_ids: Tensor, inv_temperature: Tensor, transform: LogitTransform
 ) -> tuple[Tensor, Tensor, Tensor]:
     scaled = transform.apply(logits.float()) * inv_temperature[:, None]
@@ -126,7 +125,7 @@ def _compute_logprob_entropy_lse(
     return scaled.gather(1, target_ids[:, None])[:, 0] - logsumexp, entropy, logsumexp
 
 
-def _compute_logits_gradient(
+def _differentiate_logits(
     logits: Tensor,
     target_ids: Tensor,
     inv_temperature: Tensor,
@@ -152,20 +151,13 @@ def _compute_top_gradient(
     return transform.differentiate(transformed, gradient).to(logits.dtype)
 
 
-@cache
-def _compile_for_device(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """Return the function itself on a CPU; on CUDA one fused kernel, compiled once for any number of rows."""
+def _get_row_functions(device_type: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the function of the forward pass and that of the backward pass: on CUDA each is one kernel."""
     if device_type == "cpu":
-        return function
-    torch._dynamo.config.specialize_float = True  # the numbers of a transform are constants
-    compiled = torch.compile(function)
+        return _reduce_logits, _differentiate_logits
+    from ramify.model.kernels.cuda.logits import differentiate_logits, reduce_logits  # needs Triton
 
-    def run(*columns: Tensor, transform: LogitTransform) -> Any:
-        for column in columns:
-            torch._dynamo.mark_dynamic(column, 0)
-        return compiled(*columns, transform=transform)
-
-    return run
+    return reduce_logits, differentiate_logits
 
 
 def _split_rows(num_rows: int, vocab_size: int, hidden: Tensor) -> list[slice]:
@@ -184,5 +176,5 @@ def _accumulate_matmul(accumulator: Tensor | None, left: Tensor, right: Tensor) 
     if left.dtype == accumulator.dtype:
         return accumulator.addmm_(left, right)
     if left.is_cuda:
-        return torch.addmm(accumulator, left, right, out_dtype=accumulator.dtype)
+        return torch.addmm(accumulator, left, right, out_dtype=accumulator.dtype, out=accumulator)
     return accumulator.add_(left @ right)

@@ -20,6 +20,7 @@ from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights, Layer
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool, StepSequences
 from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
 from ramify.model.kernels.state_pool import StatePool, StateSpec
+from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
 
 pytestmark = [pytest.mark.process, pytest.mark.full("minutes of compilation")]
@@ -185,6 +186,7 @@ def train_layer(width: int, dtype: torch.dtype) -> None:
 def train_recurrent_layer(width: int, dtype: torch.dtype) -> None:
     """Run the operators of a gated delta net forward and backward."""
     from ramify.model.forest_recurrence import PathTables, TrackTables, convolve_paths, pass_tracks
+    from ramify.model.kernels.cuda.split_heads import split_heads_op
 
     lengths, parents = [100, 3, 70], [-1, 0, 0]
     stop = np.cumsum(lengths)
@@ -199,8 +201,20 @@ def train_recurrent_layer(width: int, dtype: torch.dtype) -> None:
     scalars = (zeros(tokens, heads, dtype=torch.float32) for _ in range(2))
     out = pass_tracks(query, key, zeros(tokens, heads, width), *scalars, tracks)
     paths = PathTables.from_ancestors(find_ancestors(segments, 3), cpu)
-    rows = convolve_paths(zeros(tokens, 96), zeros(96, 1, 4), zeros(96), paths)
-    (out.sum() + rows.sum()).backward()
+    rows = convolve_paths(zeros(tokens, 4 * width), zeros(4 * width, 1, 4), zeros(4 * width), paths)
+    split: Any = split_heads_op
+    parts = split(rows, 1, width, width, 1e-6)
+    (out.sum() + sum(part.sum() for part in parts)).backward()
+
+
+def train_head(dtype: torch.dtype) -> None:
+    """Run the operators on rows of logits."""
+    from ramify.model.kernels.cuda.logits import differentiate_logits, reduce_logits
+
+    logits, target_ids, ones = torch.zeros(2, 10_000, dtype=dtype), torch.zeros(2, dtype=torch.long), torch.ones(2)
+    transform = LogitTransform(scale=0.5, cap=30.0)
+    reduced = reduce_logits(logits, target_ids, ones, transform)
+    differentiate_logits(logits, target_ids, ones, reduced[2], ones, transform)
 
 
 def update_weights(moments: str) -> None:
@@ -281,6 +295,7 @@ DELTA_RULE_KERNELS = {
     "_backward_states",
     "_backward_system",
 }
+SPLIT_KERNELS = {"_split_heads", "_backward_heads"}
 CONVOLUTION_KERNELS = {"_convolve", "_backward_rows", "_backward_fork_rows", "_backward_weight"}
 
 
@@ -288,7 +303,14 @@ CONVOLUTION_KERNELS = {"_convolve", "_backward_rows", "_backward_fork_rows", "_b
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_kernels_of_recurrent_layers_compile(dtype, capability, monkeypatch):
     launches = record_launches(monkeypatch, lambda: train_recurrent_layer(128, dtype))
-    check_launches(launches, capability, DELTA_RULE_KERNELS | CONVOLUTION_KERNELS)
+    check_launches(launches, capability, DELTA_RULE_KERNELS | CONVOLUTION_KERNELS | SPLIT_KERNELS)
+
+
+@for_each_capability
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_kernels_of_the_head_compile(dtype, capability, monkeypatch):
+    launches = record_launches(monkeypatch, lambda: train_head(dtype))
+    check_launches(launches, capability, {"_reduce_row", "_differentiate"})
 
 
 @for_each_capability
