@@ -4,8 +4,8 @@ On a small model a decode step is spent between the operators, not in them: a Ll
 operators, of which seven are matrix products. Here it is about twenty: projections that read the same input are one
 product (their weights become views of one tensor, so nothing is copied and a weight update reaches both), queries and
 keys are rotated together, and residuals are added by the product. Since this is a second implementation of the model's
-forward, `build_fused_model` runs both on a few tokens and keeps the fused one only if their logits match. Any other
-model runs its own code.
+forward, `build_fused_model` runs both on a few tokens and refuses if their logits differ. Any other model runs its own
+code.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ramify.core.errors import ModelUnsupported
 from ramify.model.kernels.cpu import CLibraryUnavailable, build_cpu_ops
 from ramify.model.kernels.decoder_ops import AdapterWeights, DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
@@ -28,6 +29,7 @@ from ramify.model.vision import build_image_inputs
 # in Qwen3; steps with image tokens run `build_image_forward`.
 SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text", "qwen3_5_text"}
 ZERO_CENTERED_NORM_TYPES = {"qwen3_5_text"}  # their norms multiply by 1 + weight
+MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # of logits, by `_check_logits`
 ForwardFn = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
 """(ids, positions, attention metadata, logit rows) -> logits of these rows, [logit rows, vocab]."""
 
@@ -70,10 +72,10 @@ class FusedModel:
 def build_fused_model(
     module: Any, *, planned: bool = False, state_specs: Sequence[StateSpec] = ()
 ) -> FusedModel | None:
-    """Return the fused forward of a model, or None if the model is of another type or the logits do not match.
+    """Return the fused forward of a model, or None if the model is of another type.
 
-    If `planned`, its steps have attention plans, and it runs the kernels for CUDA. `state_specs` are the states of its
-    recurrent layers.
+    Raises ModelUnsupported if its logits differ from those of the model's own code. If `planned`, its steps have
+    attention plans, and it runs the kernels for CUDA. `state_specs` are the states of its recurrent layers.
     """
     if not can_fuse(module.config.get_text_config()):
         return None
@@ -89,21 +91,17 @@ def build_fused_model(
             from ramify.model.kernels.cuda.decoder import CudaDecoderOps  # needs Triton
 
             fused.ops = CudaDecoderOps(fused.sizes)
-            actual = _run_check_sequence(module, fused, state_specs=state_specs, planned=True)
-            return fused if _logits_match(expected, actual) else None
-        if state_specs:
+        elif state_specs:
             fused.ops = DecoderOps(fused.sizes, "torch (recurrent layers)")
-            actual = _run_check_sequence(module, fused, state_specs=state_specs)
-            return fused if _logits_match(expected, actual) else None
-        try:
-            fused.ops = build_cpu_ops(fused.sizes, fused.weights)
-            if _logits_match(expected, _run_check_sequence(module, fused)):
+        else:
+            try:
+                fused.ops = build_cpu_ops(fused.sizes, fused.weights)
+                _check_logits(expected, _run_check_sequence(module, fused))
                 return fused
-            reason = "those in C do not agree with the model's own code"
-        except CLibraryUnavailable as error:
-            reason = str(error)
-        fused.ops = DecoderOps(fused.sizes, f"torch ({reason})")
-        return fused if _logits_match(expected, _run_check_sequence(module, fused)) else None
+            except (CLibraryUnavailable, ModelUnsupported) as error:
+                fused.ops = DecoderOps(fused.sizes, f"torch ({error})")
+        _check_logits(expected, _run_check_sequence(module, fused, state_specs=state_specs, planned=planned))
+        return fused
 
 
 def can_fuse(text_config: Any) -> bool:
@@ -293,7 +291,13 @@ def _run_check_sequence(
     return torch.cat(logits)
 
 
-def _logits_match(expected: Tensor, actual: Tensor) -> bool:
-    limit = 1e-4 if expected.dtype == torch.float32 else 5e-2
-    scale = expected.float().abs().max().clamp_min(1.0)
-    return bool((expected.float() - actual.float()).abs().max() <= limit * scale)
+def _check_logits(expected: Tensor, actual: Tensor) -> None:
+    """Raise ModelUnsupported if logits differ by more than rounding.
+
+    The difference is relative to the norm of all logits. In bfloat16, rounding alone can make it 4 % in a deep model
+    with random weights.
+    """
+    limit = MAX_DIFFERENCES[expected.dtype]
+    difference = float((expected.float() - actual.float()).norm() / expected.float().norm())
+    if not difference <= limit:  # rejects NaN too
+        raise ModelUnsupported(f"logits differ by {difference:.2g} from the model's own code, {limit} is allowed")
