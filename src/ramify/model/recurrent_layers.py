@@ -5,6 +5,7 @@ submodules stay; only `forward` differs, and only if it gets `seq_idx`, the argu
 which tokens belong together: here a `ForestRecurrence`. Without it a layer runs its own code.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -37,13 +38,21 @@ class ForestDeltaNet(ForestLayer):
     def forward_forest(self: Any, rows: Tensor, recurrence: ForestRecurrence) -> Tensor:
         """Return the output of each token, [tokens, width]."""
         mixed, gate, strength, step_size = self.project(rows)
-        mixed = ACT2FN[self.activation](recurrence.convolve(mixed, self.conv1d.weight, self.conv1d.bias))
-        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], -1)
-        query, key = (_normalize(heads.unflatten(1, (-1, self.head_k_dim))) for heads in (query, key))
+        mixed = recurrence.convolve(mixed, self.conv1d.weight, self.conv1d.bias)
+        query, key, value = self.split_heads(mixed, recurrence.uses_kernels)
         log_decay = -self.A_log.float().exp() * F.softplus(step_size.float() + self.dt_bias)
-        value = value.unflatten(1, (-1, self.head_v_dim))
         out = recurrence.gated_delta_rule(query, key, value, log_decay, strength)
         return self.merge_heads(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim), len(rows))
+
+    def split_heads(self: Any, mixed: Tensor, uses_kernels: bool) -> Sequence[Tensor]:
+        """Return queries, keys and values, [tokens, heads, width]; queries and keys have length 1."""
+        if uses_kernels and self.activation == "silu":
+            from ramify.model.kernels.cuda.split_heads import split_heads_op  # needs Triton
+
+            return split_heads_op(mixed, self.num_k_heads, self.head_k_dim, self.head_v_dim, NORM_EPS)
+        columns = ACT2FN[self.activation](mixed).split([self.key_dim, self.key_dim, self.value_dim], -1)
+        query, key = (_normalize(part.unflatten(1, (-1, self.head_k_dim))) for part in columns[:2])
+        return query, key, columns[2].unflatten(1, (-1, self.head_v_dim))
 
     def merge_heads(self: Any, out: Tensor, gate: Tensor, num_tokens: int) -> Tensor:
         """Apply the gated norm and the output projection."""

@@ -87,28 +87,29 @@ def _backward_weight(
     X, GRAD, ANCESTORS, D_WEIGHT, D_BIAS, rows, channels,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of weight and bias over every `ROW_SPLITS`-th tile of rows."""
-    channel = tl.program_id(0) * B + tl.arange(0, B)
+    """Sum the gradients of a tap's weights, and of the bias, over every `ROW_SPLITS`-th tile of rows.
+
+    The programs of a tile's taps run side by side, so that all but one find the tile in the cache.
+    """
+    tap, split, num_splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
+    channel = tl.program_id(1) * B + tl.arange(0, B)
     is_channel = channel < channels
-    own = tl.program_id(1) * channels + channel
-    for tap in tl.static_range(WIDTH):
-        d_weight = tl.zeros([B], tl.float32)
-        d_bias = tl.zeros([B], tl.float32)
-        for tile in range(tl.program_id(1), tl.cdiv(rows, R), tl.num_programs(1)):
-            row = tile * R + tl.arange(0, R)
-            is_row = row < rows
-            source = row
-            if tap:
-                source = tl.load(ANCESTORS + row * DEPTH + tap - 1, mask=is_row, other=-1)
-            mask = ((source >= 0) & is_row)[:, None] & is_channel[None, :]
-            x = tl.load(X + source.to(tl.int64)[:, None] * channels + channel[None, :], mask=mask, other=0.0)
-            grad = tl.load(GRAD + row.to(tl.int64)[:, None] * channels + channel[None, :], mask=mask, other=0.0)
-            grad = grad.to(tl.float32)
-            d_weight += tl.sum(x.to(tl.float32) * grad, 0)
-            d_bias += tl.sum(grad, 0)
-        tl.store(D_WEIGHT + own * WIDTH + WIDTH - 1 - tap, d_weight, mask=is_channel)
-        if tap == 0:
-            tl.store(D_BIAS + own, d_bias, mask=is_channel)
+    d_weight, d_bias = tl.zeros([R, B], tl.float32), tl.zeros([R, B], tl.float32)
+    for tile in range(split, tl.cdiv(rows, R), num_splits):
+        row = tile * R + tl.arange(0, R)
+        is_row = row < rows
+        source = tl.load(ANCESTORS + row * DEPTH + tap - 1, mask=is_row & (tap > 0), other=-1)
+        source = tl.where(tap > 0, source, row)
+        grad_mask = is_row[:, None] & is_channel[None, :]
+        mask = (source >= 0)[:, None] & grad_mask
+        grad = tl.load(GRAD + row.to(tl.int64)[:, None] * channels + channel[None, :], mask=grad_mask, other=0.0)
+        x = tl.load(X + source.to(tl.int64)[:, None] * channels + channel[None, :], mask=mask, other=0.0)
+        d_weight += x.to(tl.float32) * grad.to(tl.float32)
+        d_bias += grad.to(tl.float32)
+    own = split * channels + channel
+    tl.store(D_WEIGHT + own * WIDTH + WIDTH - 1 - tap, tl.sum(d_weight, 0), mask=is_channel)
+    if tap == 0:
+        tl.store(D_BIAS + own, tl.sum(d_bias, 0), mask=is_channel)
 
 
 @torch.library.custom_op("ramify::path_convolution", mutates_args=())
@@ -144,7 +145,8 @@ def path_convolution_backward_op(
     splits = min(ROW_SPLITS, triton.cdiv(tokens, ROWS))
     d_weight = grad.new_empty(splits, channels, width, dtype=torch.float32)
     d_bias = grad.new_empty(splits, channels, dtype=torch.float32)
-    _backward_weight[channel_tiles, splits](rows, grad, ancestors, d_weight, d_bias, tokens, channels, **constants)
+    arguments = rows, grad, ancestors, d_weight, d_bias, tokens, channels
+    _backward_weight[width, channel_tiles, splits](*arguments, **constants)
     return d_rows, d_weight.sum(0).to(weight.dtype), d_bias.sum(0).to(weight.dtype)
 
 
