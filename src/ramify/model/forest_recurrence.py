@@ -20,6 +20,7 @@ from ramify.trace import Forest
 from ramify.trace.columns import Int32Array
 
 MIN_ROWS = 2  # of a table, because compiled code would be specialized to one
+MIN_WIDTH = 64  # of a head: with 16, Triton 3.6 compiles the kernels to code that breaks memory on an H200
 
 
 class TrackTables(NamedTuple):
@@ -129,10 +130,10 @@ def pass_tracks(
     from ramify.model.kernels.cuda.delta_rule import gated_delta_rule_op  # needs Triton
 
     scale, width = query.shape[-1] ** -0.5, value.shape[-1]
-    inputs = [F.pad(tensor, (0, _pad_width(tensor.shape[-1]))).contiguous() for tensor in (query, key, value)]
+    inputs = [_pad_width(tensor).contiguous() for tensor in (query, key, value)]
     scalars = (tensor.float().contiguous() for tensor in (log_decay, strength))
     out, _, _ = gated_delta_rule_op(*inputs, *scalars, *tracks, CHUNK_SIZE, scale)
-    return out[..., :width]
+    return out if out.shape[-1] == width else out[..., :width]
 
 
 def measure_kernel_error(
@@ -156,7 +157,7 @@ def measure_kernel_error(
         inputs = [tensor.to(place, wide or dtype).requires_grad_() for tensor in vectors]
         inputs += [
             tensor.to(place, wide or torch.float32).requires_grad_()
-            for tensor in (-decay.abs() / 4, strength.sigmoid())
+            for tensor in (-decay.abs() * torch.linspace(0.25, 100.0, heads), strength.sigmoid())
         ]
         with torch.enable_grad():
             if wide is None:
@@ -167,8 +168,9 @@ def measure_kernel_error(
     return max(float((actual.cpu() - exact).norm() / exact.norm()) for actual, exact in zip(*results))
 
 
-def _pad_width(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length()) - width
+def _pad_width(tensor: Tensor) -> Tensor:
+    missing = max(MIN_WIDTH, 1 << (tensor.shape[-1] - 1).bit_length()) - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _pad_rows(table: np.ndarray, row: object) -> np.ndarray:

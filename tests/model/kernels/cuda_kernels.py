@@ -29,6 +29,7 @@ from ramify.model.kernels.paged_attention import AttentionTile, StepSequences
 from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
 from ramify.model.kernels.recurrent_ops import compute_delta_rule as reference_delta_rule
 from ramify.model.kernels.state_pool import StatePool, StateSpec
+from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
 from tests.support import reference_ops as reference
 
@@ -322,7 +323,8 @@ def test_tracks_of_chunks_have_the_outputs_and_gradients_of_the_delta_rule_in_fl
     torch.manual_seed(0)
     query, key = (torch.nn.functional.normalize(torch.randn(tokens, 1, 12), dim=-1) for _ in range(2))
     value, scalars = torch.randn(tokens, 2, 20), torch.rand(2, tokens, 2)
-    tensors = [query, key, value, -scalars[0] / 4, scalars[1]]
+    log_decay = -scalars[0] * torch.tensor([0.25, 100.0])  # within a chunk, the second head forgets everything
+    tensors = [query, key, value, log_decay, scalars[1]]
     inputs = [tensor.to(DEVICE).requires_grad_() for tensor in tensors]
     exact_inputs = [tensor.double().requires_grad_() for tensor in tensors]
     chunks = ForestChunks.from_segments(segments, CHUNK_SIZE)
@@ -357,6 +359,46 @@ def test_convolutions_along_paths_equal_sums_over_ancestors(width, has_bias):
     results = [out, *torch.autograd.grad(out, leaves, gradient)]
     for actual, plain in zip(results, [expected, *torch.autograd.grad(expected, leaves, gradient)]):
         assert (actual - plain).norm() <= 1e-6 * plain.norm()
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "heads"), [(16, 16, 2), (24, 40, 4)])
+def test_split_heads_have_the_values_and_gradients_of_plain_formulas(key_dim, value_dim, heads):
+    from ramify.model.kernels.cuda.split_heads import split_heads_op
+
+    tokens, key_heads, eps = 19, 2, 1e-2
+    widths = [key_heads * key_dim, key_heads * key_dim, heads * value_dim]
+    mixed = torch.randn(tokens, sum(widths), device=DEVICE, requires_grad=True)
+    query, key, value = torch.nn.functional.silu(mixed.double()).split(widths, -1)
+    query, key = (part.unflatten(1, (key_heads, key_dim)) for part in (query, key))
+    query, key = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + eps) for part in (query, key))
+    expected = [query, key, value.unflatten(1, (heads, value_dim))]
+    actual = split_heads_op(mixed, key_heads, key_dim, value_dim, eps)
+    for actual_part, part in zip(actual, expected, strict=True):
+        torch.testing.assert_close(actual_part.double(), part, rtol=1e-5, atol=1e-6)
+    grads = [torch.randn_like(part) for part in actual]
+    (d_mixed,) = torch.autograd.grad(actual, mixed, grads)
+    (exact,) = torch.autograd.grad(expected, mixed, [grad.double() for grad in grads])
+    torch.testing.assert_close(d_mixed, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(1.7, 1.5)])
+@pytest.mark.parametrize("vocab", [23, 8192 + 4096 + 1])
+def test_rows_of_logits_have_the_numbers_and_gradients_of_float64(transform, vocab):
+    from ramify.model.kernels.cuda.logits import differentiate_logits, reduce_logits
+
+    rows, generator = 3, torch.Generator().manual_seed(vocab)
+    product = (30 * torch.randn(rows, vocab, generator=generator)).requires_grad_()
+    target_ids = torch.tensor([0, vocab - 1, 7])
+    inv_temperature, grad = torch.tensor([1.0, 0.5, 2.0]), torch.tensor([1.0, 0.0, -3.0])
+    logprobs = (transform.apply(product.double()) * inv_temperature[:, None]).log_softmax(-1)
+    expected = logprobs.gather(1, target_ids[:, None])[:, 0]
+    (expected_gradient,) = torch.autograd.grad(expected, product, grad.double(), retain_graph=True)
+    arguments = product.detach().to(DEVICE), target_ids.to(DEVICE), inv_temperature.to(DEVICE)
+    logprob, entropy, logsumexp = reduce_logits(*arguments, transform)
+    gradient = differentiate_logits(*arguments, logsumexp, grad.to(DEVICE), transform)
+    torch.testing.assert_close(logprob.cpu(), expected.float(), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(entropy.cpu(), -(logprobs.exp() * logprobs).sum(-1).float(), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(gradient.cpu(), expected_gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "has_norm"), [(9, 3, True), (4, 2, False)])

@@ -26,8 +26,8 @@ LAUNCH_OPTIONS = {
     "_compute_outputs": (64, 4, 2),
     "_backward_outputs": (64, 4, 2),
     "_pass_gradients": (32, 4, 2),
-    "_backward_states": (32, 4, 1),
-    "_backward_system": (32, 4, 1),
+    "_backward_states": (64, 4, 1),
+    "_backward_system": (64, 4, 1),
 }
 
 
@@ -59,6 +59,13 @@ def _load_scalars(X, start, stop, head, HEADS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _load_decay(DECAY, start, stop, head, HEADS: tl.constexpr, C: tl.constexpr):
+    """Return G of a head at each token of a chunk, [C]. Behind the chunk it keeps its value: D would overflow with 0."""
+    row = tl.minimum(start + tl.arange(0, C), tl.maximum(stop - 1, 0))  # an added row of the table is empty
+    return tl.load(DECAY + row * HEADS + head)
+
+
+@triton.jit
 def _state_offsets(index, head, column, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr):
     """Return the offsets of columns of a head's state, [K, W], in a tensor [..., heads, K, V]."""
     first = (index.to(tl.int64) * HEADS + head) * (K * V) + column
@@ -71,6 +78,14 @@ def _pair_decay(decay, C: tl.constexpr):
     index = tl.arange(0, C)
     is_past = index[:, None] >= index[None, :]
     return tl.where(is_past, tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], 0.0)), 0.0)
+
+
+@triton.jit
+def _transposed_pair_decay(decay, C: tl.constexpr):
+    """Return the transposed matrix of `_pair_decay`, which is 0 for earlier queries."""
+    index = tl.arange(0, C)
+    is_later = index[:, None] <= index[None, :]
+    return tl.where(is_later, tl.exp(tl.where(is_later, decay[None, :] - decay[:, None], 0.0)), 0.0)
 
 
 @triton.jit
@@ -142,7 +157,7 @@ def _transform(
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
     inverse = _load_rows(INVERSE, start, stop, head, 0, HEADS, C, C, C)
     strength = _load_scalars(STRENGTH, start, stop, head, HEADS, C)
-    decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+    decay = _load_decay(DECAY, start, stop, head, HEADS, C)
     key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
     scaled = (key * (strength * tl.exp(decay))[:, None]).to(key.dtype)
     w = tl.dot(inverse, scaled, input_precision=PRECISION)
@@ -173,7 +188,7 @@ def _pass_states(
         new = _load_rows(U, start, stop, head, column, HEADS, V, C, BV)
         new = new.to(tl.float32) - tl.dot(w, narrow, input_precision=PRECISION)
         _store_rows(NEW, new, start, stop, head, column, HEADS, V, C, BV)
-        decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+        decay = _load_decay(DECAY, start, stop, head, HEADS, C)
         last = tl.load(DECAY + (stop - 1) * HEADS + head)
         key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
         remaining = (new * tl.exp(tl.minimum(last - decay, 0.0))[:, None]).to(key.dtype)
@@ -194,7 +209,7 @@ def _compute_outputs(
     key_head = head // (HEADS // KEY_HEADS)
     query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
     key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
-    decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+    decay = _load_decay(DECAY, start, stop, head, HEADS, C)
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _pair_decay(decay, C)
     scores = scores.to(query.dtype)
     for column in range(0, V, BV):
@@ -220,9 +235,9 @@ def _backward_outputs(
     key_head = head // (HEADS // KEY_HEADS)
     query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
     key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
-    decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _pair_decay(decay, C) * scale
-    scores = tl.trans(scores.to(query.dtype))
+    decay = _load_decay(DECAY, start, stop, head, HEADS, C)
+    scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * _transposed_pair_decay(decay, C) * scale
+    scores = scores.to(query.dtype)
     for column in range(0, V, BV):
         grad = _load_rows(GRAD, start, stop, head, column, HEADS, V, C, BV)
         d_new = tl.dot(scores, grad, input_precision=PRECISION)
@@ -253,7 +268,7 @@ def _pass_gradients(
                 d_state += tl.load(D_STARTS + _state_offsets(branch - num_roots, head, column, HEADS, K, V, BV))
         narrow = d_state.to(D_STATES.dtype.element_ty)
         tl.store(D_STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV), narrow)
-        decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+        decay = _load_decay(DECAY, start, stop, head, HEADS, C)
         last = tl.load(DECAY + (stop - 1) * HEADS + head)
         key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
         d_new = tl.dot(key, narrow, input_precision=PRECISION) * tl.exp(tl.minimum(last - decay, 0.0))[:, None]
@@ -281,7 +296,7 @@ def _backward_states(
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
     key_head, index = head // (HEADS // KEY_HEADS), tl.arange(0, C)
     d_query, d_key, d_w = tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32)
-    d_scores, state_product = tl.zeros([C, C], tl.float32), 0.0
+    state_product = 0.0
     for column in range(0, V, BV):
         state = tl.load(STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
         d_state = tl.load(D_STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
@@ -291,12 +306,11 @@ def _backward_states(
         d_query = tl.dot(grad, tl.trans(state), d_query, input_precision=PRECISION)
         d_key = tl.dot(new, tl.trans(d_state), d_key, input_precision=PRECISION)
         d_w = tl.dot(d_new, tl.trans(state), d_w, input_precision=PRECISION)
-        d_scores = tl.dot(grad, tl.trans(new), d_scores, input_precision=PRECISION)
         state_product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32))
     _store_rows(D_W, -d_w, start, stop, head, 0, HEADS, K, C, K)
     query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
     key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
-    decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+    decay = _load_decay(DECAY, start, stop, head, HEADS, C)
     last = tl.load(DECAY + tl.maximum(stop - 1, 0) * HEADS + head)  # an added row of the table is empty
     # outputs through S₀, and the state after the chunk
     d_query = d_query * (tl.exp(decay) * scale)[:, None]
@@ -305,13 +319,19 @@ def _backward_states(
     key_product = tl.sum(d_key * key.to(tl.float32), 1)
     d_decay += tl.where(start + index == stop - 1, tl.sum(key_product) + state_product * tl.exp(last), 0.0)
     d_decay -= key_product
-    # outputs through the scores within the chunk
+    # outputs through the scores within the chunk; for the transposed matrix see `_backward_system`
+    d_scores, transposed = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for column in range(0, V, BV):
+        grad = _load_rows(GRAD, start, stop, head, column, HEADS, V, C, BV)
+        new = _load_rows(NEW, start, stop, head, column, HEADS, V, C, BV)
+        d_scores = tl.dot(grad, tl.trans(new), d_scores, input_precision=PRECISION)
+        transposed = tl.dot(new, tl.trans(grad), transposed, input_precision=PRECISION)
     d_scores = d_scores * _pair_decay(decay, C) * scale
+    transposed = transposed * _transposed_pair_decay(decay, C) * scale
     products = d_scores * tl.dot(query, tl.trans(key), input_precision=PRECISION)
     d_decay += tl.sum(products, 1) - tl.sum(products, 0)
-    narrow = d_scores.to(key.dtype)
-    d_query = tl.dot(narrow, key, d_query, input_precision=PRECISION)
-    d_key = tl.dot(tl.trans(narrow), query, d_key, input_precision=PRECISION)
+    d_query = tl.dot(d_scores.to(key.dtype), key, d_query, input_precision=PRECISION)
+    d_key = tl.dot(transposed.to(key.dtype), query, d_key, input_precision=PRECISION)
     _store_rows(D_QUERY, d_query, start, stop, head, 0, HEADS, K, C, K)
     _store_rows(D_KEY, d_key, start, stop, head, 0, HEADS, K, C, K)
     row = start + index
@@ -329,37 +349,44 @@ def _backward_system(
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
     index = tl.arange(0, C)
-    inverse = tl.trans(_load_rows(INVERSE, start, stop, head, 0, HEADS, C, C, C))
+    inverse = _load_rows(INVERSE, start, stop, head, 0, HEADS, C, C, C)
     strength = _load_scalars(STRENGTH, start, stop, head, HEADS, C)
-    d_system, d_strength = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
+    d_strength = tl.zeros([C], tl.float32)
+    # The gradient of the system is -Tᵀ·`product`. A product that was computed is not transposed: Triton 3.4 to 3.7
+    # compile that to wrong code for Hopper. So its transposed matrix is computed as well.
+    product, transposed = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for column in range(0, V, BV):
         d_new = _load_rows(D_NEW, start, stop, head, column, HEADS, V, C, BV)
-        d_right = tl.dot(inverse, d_new, input_precision=PRECISION)  # the gradient of b·v
+        u = _load_rows(U, start, stop, head, column, HEADS, V, C, BV)
+        product = tl.dot(d_new, tl.trans(u), product, input_precision=PRECISION)
+        transposed = tl.dot(u, tl.trans(d_new), transposed, input_precision=PRECISION)
+        d_right = tl.dot(tl.trans(inverse), d_new, input_precision=PRECISION)  # the gradient of b·v
         value = _load_rows(VALUE, start, stop, head, column, HEADS, V, C, BV)
         d_strength += tl.sum(d_right * value.to(tl.float32), 1)
         _store_rows(D_VALUE, d_right * strength[:, None], start, stop, head, column, HEADS, V, C, BV)
-        u = _load_rows(U, start, stop, head, column, HEADS, V, C, BV)
-        d_system = tl.dot(d_right.to(u.dtype), tl.trans(u), d_system, input_precision=PRECISION)
     w = _load_rows(W, start, stop, head, 0, HEADS, K, C, K)
     d_w = _load_rows(D_W, start, stop, head, 0, HEADS, K, C, K)
-    d_right = tl.dot(inverse, d_w, input_precision=PRECISION)  # the gradient of b·exp(G)·k
-    d_system = tl.dot(d_right.to(w.dtype), tl.trans(w), d_system, input_precision=PRECISION)
-    decay = _load_scalars(DECAY, start, stop, head, HEADS, C)
+    product = tl.dot(d_w, tl.trans(w), product, input_precision=PRECISION)
+    transposed = tl.dot(w, tl.trans(d_w), transposed, input_precision=PRECISION)
+    d_right = tl.dot(tl.trans(inverse), d_w, input_precision=PRECISION)  # the gradient of b·exp(G)·k
+    d_system = tl.dot(tl.trans(inverse), product.to(inverse.dtype), input_precision=PRECISION)
+    transposed = tl.dot(transposed.to(inverse.dtype), inverse, input_precision=PRECISION)
+    decay = _load_decay(DECAY, start, stop, head, HEADS, C)
     d_system = -tl.where(index[:, None] > index[None, :], d_system * _pair_decay(decay, C), 0.0)
+    transposed = -tl.where(index[:, None] < index[None, :], transposed * _transposed_pair_decay(decay, C), 0.0)
     key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
     growth = tl.exp(decay)
-    product = tl.sum(d_right * key.to(tl.float32), 1) * growth
-    d_strength += product
-    d_decay = product * strength + _load_scalars(D_DECAY, start, stop, head, HEADS, C)
+    through_w = tl.sum(d_right * key.to(tl.float32), 1) * growth
+    d_strength += through_w
+    d_decay = through_w * strength + _load_scalars(D_DECAY, start, stop, head, HEADS, C)
     d_key = _load_rows(D_KEY_STATES, start, stop, head, 0, HEADS, K, C, K).to(tl.float32)
     d_key += d_right * (strength * growth)[:, None]
     products = d_system * tl.dot(key, tl.trans(key), input_precision=PRECISION)
     d_strength += tl.sum(products, 1)
     products = products * strength[:, None]
     d_decay += tl.sum(products, 1) - tl.sum(products, 0)
-    narrow = (d_system * strength[:, None]).to(key.dtype)
-    d_key = tl.dot(narrow, key, d_key, input_precision=PRECISION)
-    d_key = tl.dot(tl.trans(narrow), key, d_key, input_precision=PRECISION)
+    d_key = tl.dot((d_system * strength[:, None]).to(key.dtype), key, d_key, input_precision=PRECISION)
+    d_key = tl.dot((transposed * strength[None, :]).to(key.dtype), key, d_key, input_precision=PRECISION)
     _store_rows(D_KEY, d_key, start, stop, head, 0, HEADS, K, C, K)
     row = start + index
     d_log_decay = tl.sum(d_decay) - tl.cumsum(d_decay, 0) + d_decay
@@ -454,7 +481,7 @@ def gated_delta_rule_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the inputs."""
     sizes = _get_sizes(query, value, chunk_size)
-    heads, key_heads, value_dim, dtype = sizes["HEADS"], sizes["KEY_HEADS"], sizes["V"], value.dtype
+    heads, key_heads, value_dim = sizes["HEADS"], sizes["KEY_HEADS"], sizes["V"]
     states, new, u, w = _compute_states(
         key, value, decay, strength, inverse, chunks, track_chunks, tracks, fork_tracks, rounds, sizes
     )
@@ -470,10 +497,6 @@ def gated_delta_rule_backward_op(
             query, key, w, decay, grad, chunks, track_chunks, tracks, fork_tracks, d_states, d_new, d_starts,
             first, num_roots, scale, **constants,
         )  # fmt: skip
-    # In bfloat16, Triton 3.6 compiles the last two kernels for an H200 to code that is wrong: they get float32.
-    query, key, value, u, w, new, inverse, states, grad, d_states, d_new = (
-        tensor.float() for tensor in (query, key, value, u, w, new, inverse, states, grad, d_states, d_new)
-    )
     d_query, d_key, d_key_states, d_w = (torch.empty_like(w) for _ in range(4))
     d_value, d_decay, d_log_decay, d_strength = torch.empty_like(value), *(torch.empty_like(decay) for _ in range(3))
     constants = _get_constants("_backward_states", sizes, value)
@@ -486,8 +509,9 @@ def gated_delta_rule_backward_op(
         key, value, u, w, decay, strength, inverse, d_new, d_w, d_key_states, d_decay, chunks,
         d_key, d_value, d_log_decay, d_strength, **constants,
     )  # fmt: skip
-    d_query, d_key = (tensor.unflatten(1, (key_heads, -1)).sum(2).to(dtype) for tensor in (d_query, d_key))
-    return d_query, d_key, d_value.to(dtype), d_log_decay, d_strength
+    if heads > key_heads:
+        d_query, d_key = (tensor.unflatten(1, (key_heads, -1)).sum(2) for tensor in (d_query, d_key))
+    return d_query, d_key, d_value, d_log_decay, d_strength
 
 
 def _get_sizes(query: Tensor, value: Tensor, chunk_size: int) -> dict[str, int]:
