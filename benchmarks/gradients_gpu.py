@@ -173,7 +173,8 @@ def make_float32_copy(trainer: Trainer, model: Any) -> Trainer:
 
 def compute_gradient(trainer: Trainer, packs: list[Forest]) -> torch.Tensor:
     trainer.forward_backward(Batch.from_packs(0, packs))
-    return torch.cat([gradient.float().flatten() for gradient in trainer.master_weights.gradients().values()])
+    gradients = trainer.master_weights.gradients()
+    return torch.cat([gradients[item].float().flatten() for item in trainer.policy.parameters() if item in gradients])
 
 
 def relative_distances(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
