@@ -60,7 +60,7 @@ def _load_scalars(X, start, stop, head, HEADS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _load_decay(DECAY, start, stop, head, HEADS: tl.constexpr, C: tl.constexpr):
-    """Return G of a head at each token of a chunk, [C]. Behind the chunk it keeps its value: D would overflow with 0."""
+    """Return G of a head at each token of a chunk, [C]. Behind the chunk it stays the same: 0 could make D overflow."""
     row = tl.minimum(start + tl.arange(0, C), tl.maximum(stop - 1, 0))  # an added row of the table is empty
     return tl.load(DECAY + row * HEADS + head)
 
