@@ -245,7 +245,7 @@ def utilisation(trainer: Trainer, maker: TraceMaker, targets: Sequence[float | N
     return rows, compiled
 
 
-def speed_up(trainer: Trainer, maker: Rollouts, packs: int, target: float) -> tuple[list[Row], int]:
+def speed_up(trainer: Trainer, maker: Rollouts, packs: int, target: float | None) -> tuple[list[Row], int]:
     rows: list[Row] = []
     compiled = 0
     for name, make in (("groups of 16", maker.group), ("agents with forks", maker.agent)):
@@ -260,7 +260,7 @@ def speed_up(trainer: Trainer, maker: Rollouts, packs: int, target: float) -> tu
             flops = sum(map(trainer.flops_model.count_flops, flat)) / sum(map(trainer.flops_model.count_flops, forests))
             tokens = sum(pack.num_tokens for pack in flat) / sum(pack.num_tokens for pack in forests)
             label = f"{name}, forest over flat: {tokens:.2f} x tokens, {flops:.2f} x FLOPs"
-            rows.append(Row(label, seconds[1] / seconds[0], flops, "x", target * flops, at_least=True))
+            rows.append(Row(label, seconds[1] / seconds[0], flops, "x", target and target * flops, at_least=True))
             full = " and ".join(f"{len(packed)} packs {_fill(packed):.0%} full" for packed in (forests, flat))
             print(f"{label}: {seconds[1] / seconds[0]:.2f} x faster, {full}", flush=True)
     return rows, compiled
@@ -274,7 +274,7 @@ def speed(trainer: Trainer, maker: Rollouts, args: Any) -> list[Row]:
     """Measure MFU, forest over flat, and the compilations after the third step."""
     rows: list[Row] = []
     compiled = 0
-    mfu_targets, forest_target = TARGETS.get(args.shape, ((None,) * 3, 0.0))
+    mfu_targets, forest_target = TARGETS.get(args.shape, ((None,) * 3, None))
     if args.only != "forest":
         new_rows, recompiled = utilisation(trainer, maker, mfu_targets)
         rows, compiled = rows + new_rows, compiled + recompiled

@@ -20,7 +20,7 @@ from ramify.trace import Forest
 from ramify.trace.columns import Int32Array
 
 MIN_ROWS = 2  # of a table, because compiled code would be specialized to one
-MIN_WIDTH = 64  # of a head: with 16, Triton 3.6 compiles the kernels to code that breaks memory on an H200
+MIN_WIDTH = 64  # to which heads are padded: with 16, kernels that Triton 3.6 compiles leave their memory on an H200
 
 
 class TrackTables(NamedTuple):
@@ -126,7 +126,7 @@ def convolve_paths(rows: Tensor, weight: Tensor, bias: Tensor | None, paths: Pat
 def pass_tracks(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, tracks: TrackTables
 ) -> Tensor:
-    """Return the gated delta rule by the Triton kernels, which need widths of powers of two."""
+    """Return the gated delta rule by the Triton kernels, which need widths of powers of two, at least 64."""
     from ramify.model.kernels.cuda.delta_rule import gated_delta_rule_op  # needs Triton
 
     scale, width = query.shape[-1] ** -0.5, value.shape[-1]
@@ -152,12 +152,13 @@ def measure_kernel_error(
     )
     vectors = [F.normalize(query, dim=-1), F.normalize(key, dim=-1), value, gradient]
     *vectors, gradient = (tensor.to(dtype) for tensor in vectors)
+    rates = torch.tensor([0.25, 100.0]).repeat(heads)[:heads]  # of forgetting: a fast one is infinite backwards
     results: list[list[Tensor]] = []
     for place, wide in ((device, None), (torch.device("cpu"), torch.float64)):
         inputs = [tensor.to(place, wide or dtype).requires_grad_() for tensor in vectors]
         inputs += [
             tensor.to(place, wide or torch.float32).requires_grad_()
-            for tensor in (-decay.abs() * torch.linspace(0.25, 100.0, heads), strength.sigmoid())
+            for tensor in (-decay.abs() * rates, strength.sigmoid())
         ]
         with torch.enable_grad():
             if wide is None:

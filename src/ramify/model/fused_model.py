@@ -4,8 +4,8 @@ On a small model a decode step is spent between the operators, not in them: a Ll
 operators, of which seven are matrix products. Here it is about twenty: projections that read the same input are one
 product (their weights become views of one tensor, so nothing is copied and a weight update reaches both), queries and
 keys are rotated together, and residuals are added by the product. Since this is a second implementation of the model's
-forward, `build_fused_model` runs both on a few tokens and refuses if their logits differ. Any other model runs its own
-code.
+forward, `build_fused_model` runs both on a few tokens and raises ModelUnsupported if their logits differ. Then, as any
+other model, it runs its own code.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -29,7 +29,7 @@ from ramify.model.vision import build_image_inputs
 # in Qwen3; steps with image tokens run `build_image_forward`.
 SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text", "qwen3_5_text"}
 ZERO_CENTERED_NORM_TYPES = {"qwen3_5_text"}  # their norms multiply by 1 + weight
-MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # of logits, by `_check_logits`
+MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # relative ones of logits, for `_check_logits`
 ForwardFn = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
 """(ids, positions, attention metadata, logit rows) -> logits of these rows, [logit rows, vocab]."""
 
@@ -74,7 +74,7 @@ def build_fused_model(
 ) -> FusedModel | None:
     """Return the fused forward of a model, or None if the model is of another type.
 
-    Raises ModelUnsupported if its logits differ from those of the model's own code. If `planned`, its steps have
+    Raises ModelUnsupported if its logits differ from the logits of the model's own code. If `planned`, its steps have
     attention plans, and it runs the kernels for CUDA. `state_specs` are the states of its recurrent layers.
     """
     if not can_fuse(module.config.get_text_config()):
@@ -98,8 +98,10 @@ def build_fused_model(
                 fused.ops = build_cpu_ops(fused.sizes, fused.weights)
                 _check_logits(expected, _run_check_sequence(module, fused))
                 return fused
-            except (CLibraryUnavailable, ModelUnsupported) as error:
+            except CLibraryUnavailable as error:
                 fused.ops = DecoderOps(fused.sizes, f"torch ({error})")
+            except ModelUnsupported as error:
+                fused.ops = DecoderOps(fused.sizes, f"torch (operators in C: {error})")
         _check_logits(expected, _run_check_sequence(module, fused, state_specs=state_specs, planned=planned))
         return fused
 
@@ -298,6 +300,6 @@ def _check_logits(expected: Tensor, actual: Tensor) -> None:
     with random weights.
     """
     limit = MAX_DIFFERENCES[expected.dtype]
-    difference = float((expected.float() - actual.float()).norm() / expected.float().norm())
+    difference = float((expected.float() - actual.float()).norm() / expected.float().norm().clamp_min(1e-30))
     if not difference <= limit:  # rejects NaN too
         raise ModelUnsupported(f"logits differ by {difference:.2g} from the model's own code, {limit} is allowed")

@@ -28,7 +28,7 @@ KERNEL_SOURCE_HASH = sha256(
             "scores.py",
             "delta_rule.py",
             "path_convolution.py",
-            "split_heads.py",
+            "activate_heads.py",
             "add_norm.py",
             "norm_rotary.py",
         )

@@ -39,17 +39,17 @@ class ForestDeltaNet(ForestLayer):
         """Return the output of each token, [tokens, width]."""
         mixed, gate, strength, step_size = self.project(rows)
         mixed = recurrence.convolve(mixed, self.conv1d.weight, self.conv1d.bias)
-        query, key, value = self.split_heads(mixed, recurrence.uses_kernels)
+        query, key, value = self.activate_heads(mixed, recurrence.uses_kernels)
         log_decay = -self.A_log.float().exp() * F.softplus(step_size.float() + self.dt_bias)
         out = recurrence.gated_delta_rule(query, key, value, log_decay, strength)
         return self.merge_heads(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim), len(rows))
 
-    def split_heads(self: Any, mixed: Tensor, uses_kernels: bool) -> Sequence[Tensor]:
+    def activate_heads(self: Any, mixed: Tensor, uses_kernels: bool) -> Sequence[Tensor]:
         """Return queries, keys and values, [tokens, heads, width]; queries and keys have length 1."""
         if uses_kernels and self.activation == "silu":
-            from ramify.model.kernels.cuda.split_heads import split_heads_op  # needs Triton
+            from ramify.model.kernels.cuda.activate_heads import activate_heads_op  # needs Triton
 
-            return split_heads_op(mixed, self.num_k_heads, self.head_k_dim, self.head_v_dim, NORM_EPS)
+            return activate_heads_op(mixed.contiguous(), self.num_k_heads, self.head_k_dim, self.head_v_dim, NORM_EPS)
         columns = ACT2FN[self.activation](mixed).split([self.key_dim, self.key_dim, self.value_dim], -1)
         query, key = (_normalize(part.unflatten(1, (-1, self.head_k_dim))) for part in columns[:2])
         return query, key, columns[2].unflatten(1, (-1, self.head_v_dim))

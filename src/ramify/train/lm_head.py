@@ -63,9 +63,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         top_ids: Tensor,
         transform: LogitTransform,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        target_ids, inv_temperature = target_ids.contiguous(), inv_temperature.contiguous()
         logprob, entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         top_logprob = hidden.new_empty(top_ids.shape, dtype=torch.float32)
-        reduce_logits = _get_row_functions(hidden.device.type)[0]
+        reduce_logits, _ = _get_logit_functions(hidden.device.type)
         kept_logits: deque[Tensor] = deque(maxlen=KEPT_CHUNKS[hidden.device.type])
         for rows in _split_rows(len(hidden), len(weight), hidden):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
@@ -91,7 +92,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         needs_weight_grad = ctx.needs_input_grad[1]
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad and not single_chunk else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        differentiate_logits = _get_row_functions(hidden.device.type)[1]
+        _, differentiate_logits = _get_logit_functions(hidden.device.type)
         for kept, rows in enumerate(chunks, len(kept_logits) - len(chunks)):
             logits = kept_logits[kept] if kept >= 0 else torch.nn.functional.linear(hidden[rows], weight, bias)
             d_logits = differentiate_logits(
@@ -151,8 +152,8 @@ def _compute_top_gradient(
     return transform.differentiate(transformed, gradient).to(logits.dtype)
 
 
-def _get_row_functions(device_type: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the function of the forward pass and that of the backward pass: on CUDA each is one kernel."""
+def _get_logit_functions(device_type: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the functions for the forward and the backward pass; on CUDA each launches one kernel."""
     if device_type == "cpu":
         return _reduce_logits, _differentiate_logits
     from ramify.model.kernels.cuda.logits import differentiate_logits, reduce_logits  # needs Triton

@@ -3,6 +3,7 @@
 `test_cuda_kernels.py` runs them.
 """
 
+import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -318,10 +319,11 @@ def build_segments() -> ForestSegments:
     return ForestSegments(*(np.array(array, np.int32) for array in arrays))
 
 
-def test_tracks_of_chunks_have_the_outputs_and_gradients_of_the_delta_rule_in_float64():
+@pytest.mark.parametrize("key_heads", [1, pytest.param(2, marks=long_in_the_interpreter)])
+def test_tracks_of_chunks_have_the_outputs_and_gradients_of_the_delta_rule_in_float64(key_heads):
     segments, tokens = build_segments(), sum(SEGMENT_LENGTHS)
     torch.manual_seed(0)
-    query, key = (torch.nn.functional.normalize(torch.randn(tokens, 1, 12), dim=-1) for _ in range(2))
+    query, key = (torch.nn.functional.normalize(torch.randn(tokens, key_heads, 12), dim=-1) for _ in range(2))
     value, scalars = torch.randn(tokens, 2, 20), torch.rand(2, tokens, 2)
     log_decay = -scalars[0] * torch.tensor([0.25, 100.0])  # within a chunk, the second head forgets everything
     tensors = [query, key, value, log_decay, scalars[1]]
@@ -361,9 +363,20 @@ def test_convolutions_along_paths_equal_sums_over_ancestors(width, has_bias):
         assert (actual - plain).norm() <= 1e-6 * plain.norm()
 
 
+def test_rows_of_logits_may_have_impossible_tokens_and_no_target():
+    from ramify.model.kernels.cuda.logits import reduce_logits
+
+    logits = torch.zeros(2, 8192 + 4, device=DEVICE)
+    logits[:, :8192] = -torch.inf
+    columns = torch.tensor([8192, -1], device=DEVICE), torch.ones(2, device=DEVICE)
+    logprob, _, logsumexp = reduce_logits(logits, *columns, LogitTransform())
+    torch.testing.assert_close(logsumexp.cpu(), torch.tensor([4.0, 4.0]).log())
+    torch.testing.assert_close(logprob.cpu(), torch.tensor([-math.log(4.0), math.nan]), equal_nan=True)
+
+
 @pytest.mark.parametrize(("key_dim", "value_dim", "heads"), [(16, 16, 2), (24, 40, 4)])
-def test_split_heads_have_the_values_and_gradients_of_plain_formulas(key_dim, value_dim, heads):
-    from ramify.model.kernels.cuda.split_heads import split_heads_op
+def test_activate_heads_have_the_values_and_gradients_of_plain_formulas(key_dim, value_dim, heads):
+    from ramify.model.kernels.cuda.activate_heads import activate_heads_op
 
     tokens, key_heads, eps = 19, 2, 1e-2
     widths = [key_heads * key_dim, key_heads * key_dim, heads * value_dim]
@@ -372,7 +385,7 @@ def test_split_heads_have_the_values_and_gradients_of_plain_formulas(key_dim, va
     query, key = (part.unflatten(1, (key_heads, key_dim)) for part in (query, key))
     query, key = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + eps) for part in (query, key))
     expected = [query, key, value.unflatten(1, (heads, value_dim))]
-    actual = split_heads_op(mixed, key_heads, key_dim, value_dim, eps)
+    actual = activate_heads_op(mixed, key_heads, key_dim, value_dim, eps)
     for actual_part, part in zip(actual, expected, strict=True):
         torch.testing.assert_close(actual_part.double(), part, rtol=1e-5, atol=1e-6)
     grads = [torch.randn_like(part) for part in actual]

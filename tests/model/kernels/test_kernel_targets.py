@@ -186,7 +186,7 @@ def train_layer(width: int, dtype: torch.dtype) -> None:
 def train_recurrent_layer(width: int, dtype: torch.dtype) -> None:
     """Run the operators of a gated delta net forward and backward."""
     from ramify.model.forest_recurrence import PathTables, TrackTables, convolve_paths, pass_tracks
-    from ramify.model.kernels.cuda.split_heads import split_heads_op
+    from ramify.model.kernels.cuda.activate_heads import activate_heads_op
 
     lengths, parents = [100, 3, 70], [-1, 0, 0]
     stop = np.cumsum(lengths)
@@ -202,7 +202,7 @@ def train_recurrent_layer(width: int, dtype: torch.dtype) -> None:
     out = pass_tracks(query, key, zeros(tokens, heads, width), *scalars, tracks)
     paths = PathTables.from_ancestors(find_ancestors(segments, 3), cpu)
     rows = convolve_paths(zeros(tokens, 4 * width), zeros(4 * width, 1, 4), zeros(4 * width), paths)
-    split: Any = split_heads_op
+    split: Any = activate_heads_op
     parts = split(rows, 1, width, width, 1e-6)
     (out.sum() + sum(part.sum() for part in parts)).backward()
 
@@ -295,7 +295,7 @@ DELTA_RULE_KERNELS = {
     "_backward_states",
     "_backward_system",
 }
-SPLIT_KERNELS = {"_split_heads", "_backward_heads"}
+SPLIT_KERNELS = {"_activate_heads", "_backward_activate_heads"}
 CONVOLUTION_KERNELS = {"_convolve", "_backward_rows", "_backward_fork_rows", "_backward_weight"}
 
 

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns of a state that a program computes at a time, warps, and stages of its loops; for elements of two bytes.
+# Columns of a state that a program computes at a time, warps, and stages of its loops; for elements of two bytes. With
+# two stages, the gradients of the last two differ from run to run.
 LAUNCH_OPTIONS = {
     "_solve": (0, 4, 1),
     "_transform": (64, 4, 2),
@@ -82,7 +83,7 @@ def _pair_decay(decay, C: tl.constexpr):
 
 @triton.jit
 def _transposed_pair_decay(decay, C: tl.constexpr):
-    """Return the transposed matrix of `_pair_decay`, which is 0 for earlier queries."""
+    """Return the transpose of `_pair_decay`: rows are keys, columns are queries; 0 for earlier queries."""
     index = tl.arange(0, C)
     is_later = index[:, None] <= index[None, :]
     return tl.where(is_later, tl.exp(tl.where(is_later, decay[None, :] - decay[:, None], 0.0)), 0.0)
@@ -319,19 +320,20 @@ def _backward_states(
     key_product = tl.sum(d_key * key.to(tl.float32), 1)
     d_decay += tl.where(start + index == stop - 1, tl.sum(key_product) + state_product * tl.exp(last), 0.0)
     d_decay -= key_product
-    # outputs through the scores within the chunk; for the transposed matrix see `_backward_system`
-    d_scores, transposed = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    # Outputs through the scores within the chunk, after W's gradient has left its registers. For the transpose see
+    # `_backward_system`.
+    d_scores, d_scores_t = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for column in range(0, V, BV):
         grad = _load_rows(GRAD, start, stop, head, column, HEADS, V, C, BV)
         new = _load_rows(NEW, start, stop, head, column, HEADS, V, C, BV)
         d_scores = tl.dot(grad, tl.trans(new), d_scores, input_precision=PRECISION)
-        transposed = tl.dot(new, tl.trans(grad), transposed, input_precision=PRECISION)
+        d_scores_t = tl.dot(new, tl.trans(grad), d_scores_t, input_precision=PRECISION)
     d_scores = d_scores * _pair_decay(decay, C) * scale
-    transposed = transposed * _transposed_pair_decay(decay, C) * scale
+    d_scores_t = d_scores_t * _transposed_pair_decay(decay, C) * scale
     products = d_scores * tl.dot(query, tl.trans(key), input_precision=PRECISION)
     d_decay += tl.sum(products, 1) - tl.sum(products, 0)
     d_query = tl.dot(d_scores.to(key.dtype), key, d_query, input_precision=PRECISION)
-    d_key = tl.dot(transposed.to(key.dtype), query, d_key, input_precision=PRECISION)
+    d_key = tl.dot(d_scores_t.to(key.dtype), query, d_key, input_precision=PRECISION)
     _store_rows(D_QUERY, d_query, start, stop, head, 0, HEADS, K, C, K)
     _store_rows(D_KEY, d_key, start, stop, head, 0, HEADS, K, C, K)
     row = start + index
@@ -352,14 +354,14 @@ def _backward_system(
     inverse = _load_rows(INVERSE, start, stop, head, 0, HEADS, C, C, C)
     strength = _load_scalars(STRENGTH, start, stop, head, HEADS, C)
     d_strength = tl.zeros([C], tl.float32)
-    # The gradient of the system is -Tᵀ·`product`. A product that was computed is not transposed: Triton 3.4 to 3.7
-    # compile that to wrong code for Hopper. So its transposed matrix is computed as well.
-    product, transposed = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    # The gradient of the system is -Tᵀ·`product`. Its transpose is computed separately: Triton 3.4 to 3.7 compile
+    # `tl.trans` of a computed product to wrong code for Hopper.
+    product, product_t = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for column in range(0, V, BV):
         d_new = _load_rows(D_NEW, start, stop, head, column, HEADS, V, C, BV)
         u = _load_rows(U, start, stop, head, column, HEADS, V, C, BV)
         product = tl.dot(d_new, tl.trans(u), product, input_precision=PRECISION)
-        transposed = tl.dot(u, tl.trans(d_new), transposed, input_precision=PRECISION)
+        product_t = tl.dot(u, tl.trans(d_new), product_t, input_precision=PRECISION)
         d_right = tl.dot(tl.trans(inverse), d_new, input_precision=PRECISION)  # the gradient of b·v
         value = _load_rows(VALUE, start, stop, head, column, HEADS, V, C, BV)
         d_strength += tl.sum(d_right * value.to(tl.float32), 1)
@@ -367,13 +369,13 @@ def _backward_system(
     w = _load_rows(W, start, stop, head, 0, HEADS, K, C, K)
     d_w = _load_rows(D_W, start, stop, head, 0, HEADS, K, C, K)
     product = tl.dot(d_w, tl.trans(w), product, input_precision=PRECISION)
-    transposed = tl.dot(w, tl.trans(d_w), transposed, input_precision=PRECISION)
+    product_t = tl.dot(w, tl.trans(d_w), product_t, input_precision=PRECISION)
     d_right = tl.dot(tl.trans(inverse), d_w, input_precision=PRECISION)  # the gradient of b·exp(G)·k
     d_system = tl.dot(tl.trans(inverse), product.to(inverse.dtype), input_precision=PRECISION)
-    transposed = tl.dot(transposed.to(inverse.dtype), inverse, input_precision=PRECISION)
+    d_system_t = tl.dot(product_t.to(inverse.dtype), inverse, input_precision=PRECISION)
     decay = _load_decay(DECAY, start, stop, head, HEADS, C)
     d_system = -tl.where(index[:, None] > index[None, :], d_system * _pair_decay(decay, C), 0.0)
-    transposed = -tl.where(index[:, None] < index[None, :], transposed * _transposed_pair_decay(decay, C), 0.0)
+    d_system_t = -tl.where(index[:, None] < index[None, :], d_system_t * _transposed_pair_decay(decay, C), 0.0)
     key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
     growth = tl.exp(decay)
     through_w = tl.sum(d_right * key.to(tl.float32), 1) * growth
@@ -386,7 +388,7 @@ def _backward_system(
     products = products * strength[:, None]
     d_decay += tl.sum(products, 1) - tl.sum(products, 0)
     d_key = tl.dot((d_system * strength[:, None]).to(key.dtype), key, d_key, input_precision=PRECISION)
-    d_key = tl.dot((transposed * strength[None, :]).to(key.dtype), key, d_key, input_precision=PRECISION)
+    d_key = tl.dot((d_system_t * strength[None, :]).to(key.dtype), key, d_key, input_precision=PRECISION)
     _store_rows(D_KEY, d_key, start, stop, head, 0, HEADS, K, C, K)
     row = start + index
     d_log_decay = tl.sum(d_decay) - tl.cumsum(d_decay, 0) + d_decay
@@ -412,7 +414,7 @@ def gated_delta_rule_op(
     chunk_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs, and G and T for the backward pass. Widths of heads are powers of two.
+    """Return the outputs, and G and T for the backward pass. Widths of heads are powers of two, at least 64.
 
     `chunks` [chunks, 3] are start, stop and fork of each chunk, `track_chunks` the chunks of all tracks, `tracks`
     [tracks, 3] where a track begins and ends in them, and its fork, `fork_tracks` [forks + 1] the first track of each

@@ -1,6 +1,6 @@
-"""What training computes from rows of logits on CUDA.
+"""Logprobs, entropies and log-sum-exps of rows of logits, and the gradient of the logits, on CUDA.
 
-Forward these are logprob, entropy and log-sum-exp, backward the gradient of the logits; each reads the logits once.
+One kernel computes each pass, in one sweep over the logits. A target outside of the vocabulary gives NaN.
 """
 # ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ramify.model.kernels.cuda.scores import tanh
 from ramify.model.logit_transform import LogitTransform
 
-REDUCED_COLUMNS, GRADIENT_COLUMNS = 8192, 4096  # columns that a program has in registers
+REDUCED_COLUMNS, GRADIENT_COLUMNS = 8192, 4096  # columns that a program processes at a time
 
 
 @triton.jit
@@ -33,7 +33,8 @@ def _reduce_row(
     """Go through a row with a running maximum m; the sums of exp(x - m) and of x·exp(x - m) shrink when it grows."""
     row = tl.program_id(0)
     logits, inv_temperature = LOGITS + row.to(tl.int64) * vocab, tl.load(INV_TEMPERATURE + row)
-    row_max, total, product = float("-inf"), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    # The maximum begins finite, so that a first block of -inf minus it is not NaN.
+    row_max, total, product = -3.0e38, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < vocab
@@ -43,7 +44,9 @@ def _reduce_row(
         total, product, row_max = total * decay + weight, product * decay + weight * x, new_max
     row_total = tl.sum(total, 0)
     logsumexp = row_max + tl.log(row_total)
-    target = tl.load(logits + tl.load(TARGETS + row)).to(tl.float32)
+    target_id = tl.load(TARGETS + row)
+    is_token = (target_id >= 0) & (target_id < vocab)
+    target = tl.load(logits + target_id, mask=is_token, other=float("nan")).to(tl.float32)
     tl.store(LOGPROB + row, _transform(target, SCALE, CAP) * inv_temperature - logsumexp)
     tl.store(ENTROPY + row, logsumexp - tl.sum(product, 0) / row_total)
     tl.store(LOGSUMEXP + row, logsumexp)
@@ -55,7 +58,7 @@ def _differentiate(
     SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write (1 at the target - probability) · gradient / temperature, times the derivative of the transform."""
-    row, column = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, offsets = column < vocab, row.to(tl.int64) * vocab + column
     inv_temperature = tl.load(INV_TEMPERATURE + row)
     x = _transform(tl.load(LOGITS + offsets, mask=mask, other=0.0).to(tl.float32), SCALE, CAP)
@@ -88,10 +91,10 @@ def differentiate_logits(
     grad: Tensor,
     transform: LogitTransform,
 ) -> Tensor:
-    """Return the gradient of the head's product, given that of the logprobs."""
+    """Return the gradient of the head's product, from the gradient of the logprobs."""
     (rows, vocab), (scale, cap), out = logits.shape, transform, torch.empty_like(logits)
     block = min(GRADIENT_COLUMNS, triton.next_power_of_2(vocab))
-    _differentiate[triton.cdiv(vocab, block), rows](
+    _differentiate[rows, triton.cdiv(vocab, block)](
         logits, target_ids, inv_temperature, logsumexp, grad, out, vocab, SCALE=scale, CAP=cap, BLOCK=block, num_warps=4
     )
     return out

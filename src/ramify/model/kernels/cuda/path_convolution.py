@@ -87,7 +87,7 @@ def _backward_weight(
     X, GRAD, ANCESTORS, D_WEIGHT, D_BIAS, rows, channels,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of a tap's weights, and of the bias, over every `ROW_SPLITS`-th tile of rows.
+    """Sum the gradients of a tap's weights over every n-th tile of rows, for n programs, and once that of the bias.
 
     The programs of a tile's taps run side by side, so that all but one find the tile in the cache.
     """
@@ -105,7 +105,8 @@ def _backward_weight(
         grad = tl.load(GRAD + row.to(tl.int64)[:, None] * channels + channel[None, :], mask=grad_mask, other=0.0)
         x = tl.load(X + source.to(tl.int64)[:, None] * channels + channel[None, :], mask=mask, other=0.0)
         d_weight += x.to(tl.float32) * grad.to(tl.float32)
-        d_bias += grad.to(tl.float32)
+        if tap == 0:
+            d_bias += grad.to(tl.float32)
     own = split * channels + channel
     tl.store(D_WEIGHT + own * WIDTH + WIDTH - 1 - tap, tl.sum(d_weight, 0), mask=is_channel)
     if tap == 0:

@@ -1,4 +1,7 @@
-"""From the convolution of a gated delta net to the heads of its rule on CUDA: SiLU, and a norm of queries and keys."""
+"""Queries, keys and values of a gated delta net from the output of its convolution, on CUDA.
+
+That is SiLU, and then a norm of queries and keys.
+"""
 # ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
 
 from typing import Any
@@ -8,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16  # of a program, which computes one head
+ROWS = 16  # of a program; each computes one head
 
 
 @triton.jit
-def _split_heads(
+def _activate_heads(
     MIXED, QUERY, KEY, VALUE, rows,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     EPS: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
@@ -37,7 +40,7 @@ def _split_heads(
 
 
 @triton.jit
-def _backward_heads(
+def _backward_activate_heads(
     MIXED, D_QUERY, D_KEY, D_VALUE, D_MIXED, rows,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     EPS: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
@@ -67,24 +70,24 @@ def _backward_heads(
     tl.store(D_MIXED + offsets, d_mixed.to(D_MIXED.dtype.element_ty), mask=mask)
 
 
-@torch.library.custom_op("ramify::split_heads", mutates_args=())
-def split_heads_op(mixed: Tensor, key_heads: int, key_dim: int, value_dim: int, eps: float) -> list[Tensor]:
-    """Return SiLU of `mixed` [tokens, channels] as queries, keys and values, [tokens, heads, width].
+@torch.library.custom_op("ramify::activate_heads", mutates_args=())
+def activate_heads_op(mixed: Tensor, key_heads: int, key_dim: int, value_dim: int, eps: float) -> list[Tensor]:
+    """Apply SiLU to `mixed` [tokens, channels], and return queries, keys and values, [tokens, heads, width].
 
-    Queries and keys have length 1.
+    Queries and keys have length 1. `mixed` is contiguous.
     """
     shapes = _get_shapes(mixed, key_heads, key_dim, value_dim)
     outputs = [mixed.new_empty(shape) for shape in shapes]
-    _split_heads[_get_grid(shapes)](mixed, *outputs, len(mixed), **_get_constants(shapes, eps))
+    _activate_heads[_get_grid(shapes)](mixed, *outputs, len(mixed), **_get_constants(shapes, eps))
     return outputs
 
 
-@torch.library.custom_op("ramify::split_heads_backward", mutates_args=())
-def split_heads_backward_op(mixed: Tensor, d_query: Tensor, d_key: Tensor, d_value: Tensor, eps: float) -> Tensor:
+@torch.library.custom_op("ramify::activate_heads_backward", mutates_args=())
+def activate_heads_backward_op(mixed: Tensor, d_query: Tensor, d_key: Tensor, d_value: Tensor, eps: float) -> Tensor:
     """Return the gradient of `mixed`."""
     grads, d_mixed = (d_query, d_key, d_value), torch.empty_like(mixed)
     shapes = [tuple(grad.shape) for grad in grads]
-    _backward_heads[_get_grid(shapes)](mixed, *grads, d_mixed, len(mixed), **_get_constants(shapes, eps))
+    _backward_activate_heads[_get_grid(shapes)](mixed, *grads, d_mixed, len(mixed), **_get_constants(shapes, eps))
     return d_mixed
 
 
@@ -104,12 +107,12 @@ def _get_constants(shapes: list[tuple[int, ...]], eps: float) -> dict[str, Any]:
     return {**sizes, "R": ROWS, "B": triton.next_power_of_2(max(key_dim, value_dim))}
 
 
-@split_heads_op.register_fake
+@activate_heads_op.register_fake
 def _(mixed: Tensor, key_heads: int, key_dim: int, value_dim: int, eps: float) -> list[Tensor]:
     return [mixed.new_empty(shape) for shape in _get_shapes(mixed, key_heads, key_dim, value_dim)]
 
 
-@split_heads_backward_op.register_fake
+@activate_heads_backward_op.register_fake
 def _(mixed: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(mixed)
 
@@ -121,7 +124,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _autograd_backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
     (mixed,) = ctx.saved_tensors
-    return split_heads_backward_op(mixed, *(grad.contiguous() for grad in grads), ctx.eps), None, None, None, None
+    return activate_heads_backward_op(mixed, *(grad.contiguous() for grad in grads), ctx.eps), None, None, None, None
 
 
-split_heads_op.register_autograd(_autograd_backward, setup_context=_setup_context)
+activate_heads_op.register_autograd(_autograd_backward, setup_context=_setup_context)
