@@ -1,6 +1,7 @@
 """Logprobs, entropies and log-sum-exps of rows of logits, and the gradient of the logits, on CUDA.
 
 One kernel computes each pass, in one sweep over the logits. A target outside of the vocabulary gives NaN.
+`transform` is scale and cap of a `LogitTransform`.
 """
 # ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
 
@@ -10,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ramify.model.kernels.cuda.scores import tanh
-from ramify.model.logit_transform import LogitTransform
 
 REDUCED_COLUMNS, GRADIENT_COLUMNS = 8192, 4096  # columns that a program processes at a time
 
@@ -71,7 +71,7 @@ def _differentiate(
 
 
 def reduce_logits(
-    logits: Tensor, target_ids: Tensor, inv_temperature: Tensor, transform: LogitTransform
+    logits: Tensor, target_ids: Tensor, inv_temperature: Tensor, transform: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logprob of each row's target token, the entropy and the log-sum-exp, in float32."""
     (rows, vocab), (scale, cap) = logits.shape, transform
@@ -89,7 +89,7 @@ def differentiate_logits(
     inv_temperature: Tensor,
     logsumexp: Tensor,
     grad: Tensor,
-    transform: LogitTransform,
+    transform: tuple[float, float],
 ) -> Tensor:
     """Return the gradient of the head's product, from the gradient of the logprobs."""
     (rows, vocab), (scale, cap), out = logits.shape, transform, torch.empty_like(logits)

@@ -87,9 +87,10 @@ def _backward_weight(
     X, GRAD, ANCESTORS, D_WEIGHT, D_BIAS, rows, channels,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of a tap's weights over every n-th tile of rows, for n programs, and once that of the bias.
+    """Sum the gradients of a tap's weights over every n-th tile of rows, for n programs.
 
-    The programs of a tile's taps run side by side, so that all but one find the tile in the cache.
+    The first tap's programs also sum the gradient of the bias. The programs of a tile's taps run side by side, so that
+    all but one find the tile in the cache.
     """
     tap, split, num_splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     channel = tl.program_id(1) * B + tl.arange(0, B)
