@@ -16,7 +16,14 @@ import pytest
 TIERS = ("unit", "process", "run")
 MAX_WORKERS = 8  # of `pytest` alone; each worker imports the package and the tests
 RUN_LIMIT = 600.0  # seconds for `pytest` alone
-PROBES = {"find_cgroup_parents", "find_unsupported_reason", "load_c_library", "from_subprocess"}  # start one, once
+# Functions that start a process once; the last lists fonts for matplotlib on a machine where it never ran.
+PROBES = {
+    "find_cgroup_parents",
+    "find_unsupported_reason",
+    "load_c_library",
+    "from_subprocess",
+    "_get_fontconfig_fonts",
+}
 START_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "multiprocessing.spawn"}
 
 
