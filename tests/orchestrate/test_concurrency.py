@@ -1,6 +1,6 @@
 """The limit of attempts in flight follows the load of the engines."""
 
-from ramify.orchestrate.components import ConcurrencyLimiter
+from ramify.orchestrate.components import QUEUE_POLLS, ConcurrencyLimiter
 
 
 def test_limit_grows_while_it_is_used_up_and_caches_have_room():
@@ -19,14 +19,27 @@ def test_limit_grows_while_it_is_used_up_and_caches_have_room():
     assert limiter.limit == 64
 
 
-def test_limit_shrinks_when_a_cache_is_full_or_requests_queue():
+def test_limit_shrinks_when_a_cache_is_full():
     limiter = ConcurrencyLimiter(4, 64)
     assert limiter.update(kv_usage=0.99, queued=0, num_in_flight=64) == 48
-    assert limiter.update(kv_usage=0.5, queued=20, num_in_flight=48) == 36
     assert limiter.update(kv_usage=0.99, queued=0, num_in_flight=16) == 12
     for _ in range(20):
         limiter.update(kv_usage=1.0, queued=9, num_in_flight=limiter.limit)
     assert limiter.limit == 4
+
+
+def test_limit_shrinks_when_requests_stay_queued():
+    limiter = ConcurrencyLimiter(4, 64)
+    limits = [limiter.update(kv_usage=0.5, queued=20, num_in_flight=64) for _ in range(2 * QUEUE_POLLS)]
+    assert limits == [64] * (QUEUE_POLLS - 1) + [48] * QUEUE_POLLS + [36]
+
+
+def test_limit_ignores_the_queue_at_the_start_of_a_wave():
+    """All requests of a wave are queued at first, and with large waves whenever someone looks but once."""
+    limiter = ConcurrencyLimiter(128, 256)
+    for poll in range(100):
+        queued = 0 if poll % QUEUE_POLLS == 0 else 256
+        assert limiter.update(kv_usage=0.5, queued=queued, num_in_flight=256) == 256
 
 
 def test_limit_converges_to_the_capacity_of_the_engines():

@@ -8,6 +8,7 @@ engines <-------------------------- WeightUpdater <-------------------+         
 import asyncio
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -77,30 +78,36 @@ def build_source_mix(config: RunConfig, task_counts: dict[str, int | None]) -> S
 
 
 LOW_KV_USAGE, HIGH_KV_USAGE = 0.8, 0.95  # fractions of the KV cache in use
+QUEUE_POLLS = 5  # successive measurements in which requests must be queued
 INCREASE_FACTOR, DECREASE_FACTOR = 1.1, 0.75
 
 
 class ConcurrencyLimiter:
     """A limit of the attempts in flight, between `min_limit` and `max_limit`, that follows the load of the engines.
 
-    Too few attempts leave an engine idle; too many make it preempt requests, or queue them until they are stale. The
+    Too few attempts leave an engine idle; too many make it preempt requests, or queue them until they time out. The
     limit grows slowly while it is used up and the KV caches have room, and shrinks by a factor as soon as a cache is
-    full or requests queue.
+    full, or if requests stay queued. The requests of a wave arrive together, so a queue alone does not mean overload.
     """
 
     def __init__(self, min_limit: int, max_limit: int) -> None:
         self.min_limit, self.max_limit, self.limit = min_limit, max_limit, max_limit
+        self._queues: deque[int] = deque(maxlen=QUEUE_POLLS)
 
-    def update(self, *, kv_usage: float, queued: int, num_in_flight: int) -> int:
+    def update(self, *, kv_usage: float, queued: int | None, num_in_flight: int) -> int:
         """Adapt the limit to the load that was measured with `num_in_flight` attempts, and return it.
 
-        `kv_usage` is the highest usage of the KV cache of any engine, `queued` the number of queued requests of all.
+        `kv_usage` is the highest usage of the KV cache of any engine, `queued` the number of queued requests of all,
+        or None if the engines have not sampled since the last measurement, so that all requests had to wait.
         """
-        is_queueing = queued > max(1, num_in_flight // 8)
+        if queued is not None:
+            self._queues.append(queued)
+        is_queueing = len(self._queues) == QUEUE_POLLS and min(self._queues) > max(1, num_in_flight // 8)
         if kv_usage > HIGH_KV_USAGE or is_queueing:
             # Start from the number in flight if it is below the limit: an unused limit carries no information.
             self.limit = max(self.min_limit, int(min(self.limit, max(num_in_flight, 1)) * DECREASE_FACTOR))
-        elif kv_usage < LOW_KV_USAGE and queued == 0 and num_in_flight >= self.limit:
+            self._queues.clear()
+        elif kv_usage < LOW_KV_USAGE and not queued and num_in_flight >= self.limit:
             self.limit = min(self.max_limit, max(self.limit + 1, int(self.limit * INCREASE_FACTOR)))
         return self.limit
 
