@@ -31,6 +31,7 @@ from tests.support.models import (
     run,
     sampled_ids,
     scores,
+    write_lfm2,
     write_llama,
     write_qwen3_next,
 )
@@ -43,8 +44,9 @@ EXERCISED += ["recomputes", "kept"]
 EXERCISED_BY = {
     "llama": [*EXERCISED, *(["replayed_steps", "shared_keys"] if DEVICE == "cuda" else [])],
     "qwen3_next": [*EXERCISED, "snapshots", "snapshot_hits", "snapshot_evictions"],
+    "lfm2": [*EXERCISED, "snapshots", "snapshot_hits", "snapshot_evictions"],
 }
-WRITERS = {"llama": write_llama, "qwen3_next": write_qwen3_next}
+WRITERS = {"llama": write_llama, "qwen3_next": write_qwen3_next, "lfm2": write_lfm2}
 
 
 def build_world(name: str, directory: Path):
@@ -64,7 +66,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=WRITERS)
 def each_world(request, world, tmp_path_factory):
-    """The world of each model: a Llama, and one with recurrent layers and experts."""
+    """The world of each model: a Llama, and two with recurrent layers, of which one has no fused forward."""
     return world if request.param == "llama" else build_world(request.param, tmp_path_factory.mktemp("models"))
 
 

@@ -26,6 +26,7 @@ from tests.support.models import (
     run,
     sampled_ids,
     scores,
+    write_lfm2,
     write_llama,
     write_qwen3_5,
 )
@@ -58,10 +59,10 @@ def sample(core: EngineCore, model, prompt: list[int], max_tokens: int = 10) -> 
 
 
 def test_dense_models_have_a_fused_forward(world, core):
-    assert (core.runner.fused_model is not None) == (world[2] is HYBRIDS["qwen3_5"])
+    assert (core.runner.fused_model is not None) == (world[2] is not HYBRIDS["qwen3_next"])
 
 
-@pytest.mark.parametrize("write", [write_llama, write_qwen3_5])
+@pytest.mark.parametrize("write", [write_llama, write_qwen3_5, write_lfm2])
 def test_engine_runs_the_models_own_code_if_fused_operators_fail(write, tmp_path):
     model = load_engine_model(write(tmp_path / "model"), dtype="float32", device=DEVICE)
 

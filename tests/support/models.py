@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Idefics3Config,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3_5ForCausalLM,
@@ -197,14 +199,45 @@ def write_qwen3_5(directory: Path, seed: int = 0, **settings) -> Path:
         "initializer_range": 0.2,
     }
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**defaults | settings))
-    for name, weight in model.named_parameters():
-        if "norm" in name:  # zeros and ones would hide how the weights are applied
-            torch.nn.init.normal_(weight, weight.mean().item(), 0.2)
+    _randomize_vectors(model)
     model.bfloat16().float().save_pretrained(directory)
     return directory
 
 
-HYBRIDS = {"qwen3_next": write_qwen3_next, "qwen3_5": write_qwen3_5}  # run by the model's own code, and fused
+def write_lfm2(directory: Path, seed: int = 0, **settings) -> Path:
+    """Write a dense model whose weights are exact in bfloat16: convolutions around full attention."""
+    torch.manual_seed(seed)
+    defaults = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "block_multiple_of": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "conv_bias": True,
+        "max_position_embeddings": POSITIONS,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }
+    model = Lfm2ForCausalLM(Lfm2Config(**defaults | settings))
+    _randomize_vectors(model)
+    model.bfloat16().float().save_pretrained(directory)
+    return directory
+
+
+def _randomize_vectors(model: torch.nn.Module) -> None:
+    """Change norms and biases: zeros and ones would hide how they are applied."""
+    for name, weight in model.named_parameters():
+        if "norm" in name or name.endswith(".bias"):
+            torch.nn.init.normal_(weight, weight.mean().item(), 0.2)
+
+
+# Qwen3-Next is run by the model's own code, the others are fused.
+HYBRIDS = {"qwen3_next": write_qwen3_next, "qwen3_5": write_qwen3_5, "lfm2": write_lfm2}
 
 
 # -- vision-language models -------------------------------------------------------------------------------------------

@@ -20,15 +20,19 @@ from ramify.core.errors import ModelUnsupported
 from ramify.model.kernels.cpu import CLibraryUnavailable, build_cpu_ops
 from ramify.model.kernels.decoder_ops import AdapterWeights, DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, RecurrentWeights, ShortConvWeights
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.lora import LoraLinear
 from ramify.model.vision import build_image_inputs
 
 # Pre-norm, rotary in halves, gated SiLU. The three positions of a text token of Qwen3-VL are equal, so it is rotated as
 # in Qwen3; steps with image tokens run `build_image_forward`.
-SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text", "qwen3_5_text"}
+SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text", "qwen3_5_text", "lfm2"}
 ZERO_CENTERED_NORM_TYPES = {"qwen3_5_text"}  # their norms multiply by 1 + weight
+# The names that the families have for the linear maps of a layer, in the order in which they become one product.
+INPUT_NAMES = ("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj")
+OUTPUT_NAMES = ("o_proj", "out_proj")
+GATE_UP_NAMES, DOWN_NAMES = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
 MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # relative ones of logits, for `_check_logits`
 ForwardFn = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
 """(ids, positions, attention metadata, logit rows) -> logits of these rows, [logit rows, vocab]."""
@@ -39,6 +43,7 @@ class FusedModel:
 
     def __init__(self, module: Any) -> None:
         config, core, head = module.config.get_text_config(), module.get_decoder(), module.lm_head
+        norm, mlp = _get_part(core, "norm", "embedding_norm"), _get_mlp(core.layers[0])
         attention = next(layer.self_attn for layer in core.layers if hasattr(layer, "self_attn"))
         embedding, layers = core.embed_tokens.weight, [_fuse_layer(layer) for layer in core.layers]
         linears = [module for module in core.layers.modules() if isinstance(module, LoraLinear)]
@@ -47,8 +52,8 @@ class FusedModel:
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             hidden=config.hidden_size,
-            inner=config.intermediate_size,
-            eps=config.rms_norm_eps,
+            inner=_list_parts(mlp, *DOWN_NAMES)[0].in_features,
+            eps=_get_part(config, "rms_norm_eps", "norm_eps"),
             scaling=attention.scaling,
             adapter_rank=max((len(adapter.up) for layer in layers for adapter in layer.adapters), default=0),
             adapter_scaling=linears[0].scaling if linears else 0.0,
@@ -61,7 +66,7 @@ class FusedModel:
         cos, sin = (part[0] for part in core.rotary_emb(embedding[:1].unsqueeze(0), position_ids=all_positions))
         half = cos.shape[-1] // 2
         rope_table = torch.cat((cos, -sin[:, :half], sin[:, half:]), -1)
-        self.weights = DecoderWeights(embedding, rope_table, core.norm.weight, head.weight, head.bias, layers)
+        self.weights = DecoderWeights(embedding, rope_table, norm.weight, head.weight, head.bias, layers)
         self.ops = DecoderOps(self.sizes)
 
     def __call__(self, ids: Tensor, positions: Tensor, attn_metadata: AttentionMetadata, logit_rows: Tensor) -> Tensor:
@@ -79,8 +84,8 @@ def build_fused_model(
     """
     if not can_fuse(module.config.get_text_config()):
         return None
-    mlp = module.get_decoder().layers[0].mlp
-    if mlp.gate_proj.bias is not None or mlp.down_proj.bias is not None:
+    mlp = _get_mlp(module.get_decoder().layers[0])
+    if any(linear.bias is not None for linear in _list_parts(mlp, *GATE_UP_NAMES, *DOWN_NAMES)):
         return None
     # Not inference mode: concatenated weights stay ordinary tensors, to be updated later.
     with torch.no_grad(), _random_adapters(module):
@@ -110,7 +115,7 @@ def can_fuse(text_config: Any) -> bool:
     """Return whether the fused forward computes a model, by its config."""
     return (
         text_config.model_type in SUPPORTED_MODEL_TYPES
-        and text_config.hidden_act == "silu"
+        and getattr(text_config, "hidden_act", "silu") == "silu"
         and not _has_sliding_window(text_config)
         and not _has_dynamic_rope(text_config)
     )
@@ -185,33 +190,50 @@ def _has_dynamic_rope(config: Any) -> bool:
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope")
 
 
+def _get_part(module: Any, *names: str) -> Any:
+    """Return the attribute that has one of these names."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def _get_mlp(layer: Any) -> Any:
+    return _get_part(layer, "mlp", "feed_forward")
+
+
+def _list_parts(module: Any, *names: str) -> list[Any]:
+    """Return the attributes of these names that a module has."""
+    return [getattr(module, name) for name in names if hasattr(module, name)]
+
+
 def _fuse_layer(layer: Any) -> LayerWeights:
-    mlp, mixer = layer.mlp, getattr(layer, "linear_attn", None)
-    if mixer is not None:
-        inputs, output = [mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a], mixer.out_proj
-    else:
-        mixer = layer.self_attn
-        inputs, output = [mixer.q_proj, mixer.k_proj, mixer.v_proj], mixer.o_proj
+    mlp, mixer = _get_mlp(layer), _get_part(layer, "self_attn", "linear_attn", "conv")
+    inputs, (output,) = _list_parts(mixer, *INPUT_NAMES), _list_parts(mixer, *OUTPUT_NAMES)
+    gate_up_linears, (down,) = _list_parts(mlp, *GATE_UP_NAMES), _list_parts(mlp, *DOWN_NAMES)
     qkv, qkv_bias = _concat_weights(*inputs)
-    gate_up, _ = _concat_weights(mlp.gate_proj, mlp.up_proj)
-    q_norm, k_norm = (getattr(mixer, name, None) for name in ("q_norm", "k_norm"))
+    head_norms = _list_parts(mixer, "q_norm", "q_layernorm", "k_norm", "k_layernorm")
+    q_norm, k_norm = (norm.weight for norm in head_norms) if head_norms else (None, None)
     return LayerWeights(
-        norm=layer.input_layernorm.weight,
+        norm=_get_part(layer, "input_layernorm", "operator_norm").weight,
         qkv=qkv,
         qkv_bias=qkv_bias,
-        q_norm=None if q_norm is None else q_norm.weight,
-        k_norm=None if k_norm is None else k_norm.weight,
+        q_norm=q_norm,
+        k_norm=k_norm,
         out=_concat_weights(output)[0],
         out_bias=output.bias,
-        mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=gate_up,
-        down=_concat_weights(mlp.down_proj)[0],
+        mlp_norm=_get_part(layer, "post_attention_layernorm", "ffn_norm").weight,
+        gate_up=_concat_weights(*gate_up_linears)[0],
+        down=_concat_weights(down)[0],
         qkv_adapter=_concat_adapters(*inputs),
         out_adapter=_concat_adapters(output),
-        gate_up_adapter=_concat_adapters(mlp.gate_proj, mlp.up_proj),
-        down_adapter=_concat_adapters(mlp.down_proj),
-        delta_rule=None if hasattr(layer, "self_attn") else _read_delta_rule(mixer),
+        gate_up_adapter=_concat_adapters(*gate_up_linears),
+        down_adapter=_concat_adapters(down),
+        recurrent=None if hasattr(layer, "self_attn") else _read_recurrent(mixer),
     )
+
+
+def _read_recurrent(mixer: Any) -> RecurrentWeights:
+    if hasattr(mixer, "A_log"):
+        return _read_delta_rule(mixer)
+    return ShortConvWeights(mixer.conv.weight.squeeze(1), mixer.conv.bias)
 
 
 def _read_delta_rule(mixer: Any) -> DeltaRuleWeights:

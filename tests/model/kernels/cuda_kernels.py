@@ -27,8 +27,8 @@ from ramify.model.forest_segments import ForestSegments
 from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
 from ramify.model.kernels.paged_attention import AttentionTile, StepSequences
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
-from ramify.model.kernels.recurrent_ops import compute_delta_rule as reference_delta_rule
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, RecurrentWeights, ShortConvWeights
+from ramify.model.kernels.recurrent_ops import compute_recurrent as reference_recurrent
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
@@ -236,13 +236,38 @@ def test_tree_attention_with_sinks_equals_the_reference_forward_and_backward(sof
         assert (actual - expected_grad).norm() <= 1e-5 * expected_grad.norm()
 
 
+def check_recurrent_layer(weights: RecurrentWeights, columns: int, specs: list[StateSpec]) -> None:
+    """Compare decoding sequences and chunks, shorter and longer than the window of the convolution, and padding."""
+    from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent
+
+    lengths, slots = [1, 1, 2, 3, 9], [5, 1, 0, 4, 2]
+    pools = [StatePool(specs, 6, DEVICE) for _ in range(2)]
+    for tensor, other in zip(pools[0].tensors, pools[1].tensors):
+        other.copy_(tensor.normal_())
+    starts = np.cumsum([0, *lengths]).tolist()
+    projected = torch.randn(starts[-1] + 2, columns, device=DEVICE)
+    numbers = [
+        [*np.repeat(np.arange(5), lengths), -1, -1],
+        [*starts[:-1], 0, 0],
+        [*starts[1:], 0, 0],
+        [*slots, 0, 0],
+    ]
+    sequences = StepSequences(*(torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in numbers))
+    out = compute_recurrent(weights, projected, sequences, pools[0], 3, 1e-6)[: starts[-1]]
+    parts = []
+    for start, length, slot in zip(starts, lengths, slots):
+        index = torch.tensor([slot], device=DEVICE)
+        tile = AttentionTile(start, start + length, 1, length, index, index, state_slots=index)
+        parts.append(reference_recurrent(weights, projected[start : start + length], tile, pools[1], 3, 1e-6))
+    torch.testing.assert_close(out, torch.cat(parts), atol=1e-5, rtol=1e-4)
+    for actual, expected in zip(pools[0].tensors, pools[1].tensors):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (6, 6)])
 def test_delta_rule_equals_plain_pytorch(heads, key_heads):
-    """Decoding sequences and chunks, shorter and longer than the window of the convolution, and padding."""
-    from ramify.model.kernels.cuda.recurrent_ops import compute_delta_rule
-
     torch.manual_seed(heads)
-    key_dim, value_dim, width, lengths, slots = 8, 24, 4, [1, 1, 2, 3, 9], [5, 1, 0, 4, 2]
+    key_dim, value_dim, width = 8, 24, 4
     channels = 2 * key_heads * key_dim + heads * value_dim
     weights = DeltaRuleWeights(
         torch.randn(channels, width, device=DEVICE),
@@ -255,29 +280,15 @@ def test_delta_rule_equals_plain_pytorch(heads, key_heads):
         StateSpec(3, "conv", 0, (channels, width), torch.float32),
         StateSpec(3, "recurrent", 0, (heads, key_dim, value_dim), torch.float32),
     ]
-    pools = [StatePool(specs, 6, DEVICE) for _ in range(2)]
-    for tensor, other in zip(pools[0].tensors, pools[1].tensors):
-        other.copy_(tensor.normal_())
-    starts = np.cumsum([0, *lengths]).tolist()
-    projected = torch.randn(starts[-1] + 2, sum(weights.widths), device=DEVICE)
-    numbers = [
-        [*np.repeat(np.arange(5), lengths), -1, -1],
-        [*starts[:-1], 0, 0],
-        [*starts[1:], 0, 0],
-        [*slots, 0, 0],
-    ]
-    sequences = StepSequences(*(torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in numbers))
-    out = compute_delta_rule(weights, projected, sequences, pools[0], 3, 1e-6)[: starts[-1]]
-    parts = []
-    for start, length, slot in zip(starts, lengths, slots):
-        index = torch.tensor([slot], device=DEVICE)
-        tile = AttentionTile(start, start + length, 1, length, index, index, state_slots=index)
-        parts.append(reference_delta_rule(weights, projected[start : start + length], tile, pools[1], 3))
-    gates = projected[: starts[-1]].split(weights.widths, -1)[1].unflatten(1, (heads, value_dim))
-    normed = torch.nn.functional.rms_norm(torch.cat(parts), (value_dim,), weights.norm, 1e-6)
-    torch.testing.assert_close(out, (normed * torch.nn.functional.silu(gates)).flatten(1), atol=1e-5, rtol=1e-4)
-    for actual, expected in zip(pools[0].tensors, pools[1].tensors):
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    check_recurrent_layer(weights, sum(weights.widths), specs)
+
+
+@pytest.mark.parametrize(("channels", "width", "has_bias"), [(520, 3, False), (24, 5, True)])
+def test_gated_short_convolution_equals_plain_pytorch(channels, width, has_bias):
+    torch.manual_seed(width)
+    bias = torch.randn(channels, device=DEVICE) if has_bias else None
+    weights = ShortConvWeights(torch.randn(channels, width, device=DEVICE), bias)
+    check_recurrent_layer(weights, 3 * channels, [StateSpec(3, "conv", 0, (channels, width), torch.float32)])
 
 
 def test_rotation_of_gated_queries_equals_plain_formulas():
@@ -488,13 +499,13 @@ def test_steps_of_a_small_engine_write_no_sampled_token_beyond_their_memory(tmp_
 
 
 @long_in_the_interpreter
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2"])
 def test_engine_with_these_kernels_has_the_logprobs_of_transformers(family, tmp_path, monkeypatch):
     """Requests share a prompt, fork inside a block, stop early, and are sampled greedily or with a filter."""
-    from tests.support.models import build_core, reference, run, sampled_ids, scores, write_llama, write_qwen3_5
+    from tests.support.models import HYBRIDS, build_core, reference, run, sampled_ids, scores, write_llama
 
     monkeypatch.setattr(attention_plan, "MIN_SAVED_KEYS", 8)
-    source = {"llama": write_llama, "qwen3_5": write_qwen3_5}[family](tmp_path / "model", 1)
+    source = {"llama": write_llama, **HYBRIDS}[family](tmp_path / "model", 1)
     core = build_core(
         source, kv_cache_tokens=400, max_running_requests=5, max_num_batched_tokens=16, device=DEVICE.type
     )

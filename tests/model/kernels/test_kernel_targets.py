@@ -18,7 +18,7 @@ from ramify.model.forest_segments import ForestSegments
 from ramify.model.kernels.attention_plan import build_plan
 from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool, StepSequences
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, ShortConvWeights
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
@@ -146,7 +146,7 @@ def run_gated_layers(key_heads: int, heads: int, width: int, dtype: torch.dtype)
         "gate_up": zeros(hidden, 2 * hidden),
         "down": zeros(hidden, hidden),
     }
-    recurrent = {**attention, "qkv": zeros(hidden, sum(delta_rule.widths)), "delta_rule": delta_rule}
+    recurrent = {**attention, "qkv": zeros(hidden, sum(delta_rule.widths)), "recurrent": delta_rule}
     layers = [LayerWeights(**recurrent), LayerWeights(**attention)]
     rope, rows = zeros(64, width // 2, dtype=torch.float32), zeros(num_rows, dtype=torch.int32)
     weights = DecoderWeights(zeros(50, hidden), rope, zeros(hidden), zeros(50, hidden), None, layers)
@@ -158,6 +158,17 @@ def run_gated_layers(key_heads: int, heads: int, width: int, dtype: torch.dtype)
     plan = DevicePlan(rows, rows, lambda query, *_, **__: query.contiguous(), StepSequences(rows, rows, rows, rows))
     pool, states = KVPool(1, 4, 16, 2, width, dtype, "cpu", [1]), StatePool(specs, 1, torch.device("cpu"))
     CudaDecoderOps(sizes).forward(weights, rows, rows, AttentionMetadata(pool, rows, plan=plan, states=states), rows)
+
+
+def run_short_convolution(channels: int, has_bias: bool, dtype: torch.dtype) -> None:
+    """Run a gated short convolution, as in LFM2."""
+    from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent
+
+    conv, bias = torch.zeros(channels, 3, dtype=dtype), torch.zeros(channels, dtype=dtype) if has_bias else None
+    states = StatePool([StateSpec(0, "conv", 0, (channels, 3), dtype)], 1, torch.device("cpu"))
+    rows, projected = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3 * channels, dtype=dtype)
+    sequences = StepSequences(rows, rows, rows, rows)
+    compute_recurrent(ShortConvWeights(conv, bias), projected, sequences, states, 0, 1e-5)
 
 
 def train_layer(width: int, dtype: torch.dtype) -> None:
@@ -269,6 +280,14 @@ def test_the_kernels_of_gated_layers_compile(key_heads, heads, dtype, capability
     launches = record_launches(monkeypatch, lambda: run_gated_layers(key_heads, heads, 128, dtype))
     expected = {"_add_norm", "_convolve", "_apply_rule", "_norm_and_gate", "_rotate_and_cache", "_gate_heads"}
     check_launches(launches, capability, expected | {"_silu_product"})
+
+
+@for_each_capability
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("channels", "has_bias"), [(2048, False), (1000, True)])
+def test_short_convolutions_compile(channels, has_bias, dtype, capability, monkeypatch):
+    launches = record_launches(monkeypatch, lambda: run_short_convolution(channels, has_bias, dtype))
+    check_launches(launches, capability, {"_convolve"})
 
 
 @for_each_capability

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.kernels.paged_attention import AttentionMetadata, write_kv
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, compute_delta_rule
+from ramify.model.kernels.recurrent_ops import RecurrentWeights, compute_recurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class AdapterWeights:
 class LayerWeights:
     """The tensors of one decoder layer, in the order of the struct in C. Matrices are [in, out].
 
-    With `delta_rule`, `qkv` and `out` are the projections before and after it, and there is no attention.
+    In a recurrent layer, which has no attention, `qkv` and `out` are the projections before and after `recurrent`.
     """
 
     norm: Tensor
@@ -62,7 +62,7 @@ class LayerWeights:
     out_adapter: AdapterWeights | None = None
     gate_up_adapter: AdapterWeights | None = None
     down_adapter: AdapterWeights | None = None
-    delta_rule: DeltaRuleWeights | None = None
+    recurrent: RecurrentWeights | None = None
 
     @property
     def adapters(self) -> list[AdapterWeights]:
@@ -86,7 +86,7 @@ class DecoderWeights:
 class DecoderOps:
     """One decoder step in PyTorch. `forward` runs it; each layer is `project_qkv`, `attend`, `project_out_and_mlp`.
 
-    In a recurrent layer `apply_delta_rule` takes the place of the first two. `description` says in a few words which
+    In a recurrent layer `apply_recurrent` takes the place of the first two. `description` says in a few words which
     implementation this is, and why not a faster one.
     """
 
@@ -125,12 +125,12 @@ class DecoderOps:
         """Return the logits of `logit_rows`, which ascend, [len(logit_rows), vocab]."""
         hidden, rope = F.embedding(ids, weights.embedding), F.embedding(positions, weights.rope_table)
         for index, layer in enumerate(weights.layers):
-            if layer.delta_rule is None:
+            if layer.recurrent is None:
                 kv_index = attn_metadata.pool.layer_index[index]
                 qkv = self.project_qkv(layer, hidden, rope, attn_metadata, kv_index)
                 attn_output = self.attend(qkv, attn_metadata, kv_index)
             else:
-                attn_output = self.apply_delta_rule(layer, layer.delta_rule, hidden, attn_metadata, index)
+                attn_output = self.apply_recurrent(layer, layer.recurrent, hidden, attn_metadata, index)
             is_last = index == len(weights.layers) - 1
             if is_last and len(logit_rows) < len(hidden):  # the other rows only had to write keys and values
                 attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
@@ -171,27 +171,26 @@ class DecoderOps:
         attn_output = attn_metadata.attend(query.contiguous(), layer_index, self.sizes.scaling)
         return (attn_output * self._get_gates(qkv).sigmoid()).flatten(1)
 
-    def apply_delta_rule(
+    def apply_recurrent(
         self,
         layer: LayerWeights,
-        weights: DeltaRuleWeights,
+        recurrent: RecurrentWeights,
         hidden: Tensor,
         attn_metadata: AttentionMetadata,
         layer_index: int,
     ) -> Tensor:
-        """Return the gated and normalized values that the layer's states have for its queries, [rows, values]."""
+        """Return what the output projection of a recurrent layer gets, [rows, channels]; its states are changed."""
         normed = self.norm(hidden, layer.norm)
         projected = self.add_adapter(self.matmul(normed, layer.qkv), normed, layer.qkv_adapter)
+        if layer.qkv_bias is not None:
+            projected += layer.qkv_bias
         states = attn_metadata.states
         assert states is not None
         outputs = [
-            compute_delta_rule(weights, projected[tile.start : tile.stop], tile, states, layer_index)
+            compute_recurrent(recurrent, projected[tile.start : tile.stop], tile, states, layer_index, self.sizes.eps)
             for tile in attn_metadata.tiles
         ]
-        values = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        gates = projected.split(weights.widths, -1)[1].unflatten(1, values.shape[1:])
-        gated = F.rms_norm(values, weights.norm.shape, weights.norm.float(), self.sizes.eps) * F.silu(gates.float())
-        return gated.flatten(1).to(hidden.dtype)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def project_out_and_mlp(self, layer: LayerWeights, attn_output: Tensor, hidden: Tensor) -> Tensor:
         """Return `hidden` plus the output projection of attention, plus the MLP of that sum."""

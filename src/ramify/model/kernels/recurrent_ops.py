@@ -3,7 +3,7 @@
 A layer with the gated delta rule has two states per sequence: the last inputs of a convolution, and for each head a
 matrix S [key_dim, value_dim]. A token with key k, value v, decay a and strength b changes it to
 a·S + k·(b·(v - a·Sᵀk))ᵀ, and its output is Sᵀq. The sequences of a tile are one batch. Padding has strength 0 and
-decay 1, so that it changes no state.
+decay 1, so that it changes no state. A layer with a gated short convolution has only the last inputs as its state.
 """
 
 from dataclasses import dataclass
@@ -50,6 +50,47 @@ class DeltaRuleWeights:
         return len(self.conv), self.heads * self.value_dim, self.heads, self.heads
 
 
+@dataclass(frozen=True, slots=True)
+class ShortConvWeights:
+    """The tensors between the two projections of a layer with a gated short convolution.
+
+    The first projection has the columns [input gates, output gates, inputs], as many of each as there are channels.
+    """
+
+    conv: Tensor  # [channels, width]
+    bias: Tensor | None  # [channels]
+
+
+RecurrentWeights = DeltaRuleWeights | ShortConvWeights
+
+
+def compute_recurrent(
+    weights: RecurrentWeights, projected: Tensor, tile: AttentionTile, states: StatePool, layer: int, eps: float
+) -> Tensor:
+    """Return what the second projection of a recurrent layer gets for a tile's rows; the states are changed.
+
+    `projected` is what the first projection returns; `eps` is added in norms.
+    """
+    if isinstance(weights, ShortConvWeights):
+        return compute_short_conv(weights, projected, tile, states, layer)
+    values = compute_delta_rule(weights, projected, tile, states, layer)
+    gates = projected.split(weights.widths, -1)[1].unflatten(1, values.shape[1:])
+    gated = F.rms_norm(values, weights.norm.shape, weights.norm.float(), eps) * F.silu(gates.float())
+    return gated.flatten(1).to(projected.dtype)
+
+
+def compute_short_conv(
+    weights: ShortConvWeights, projected: Tensor, tile: AttentionTile, states: StatePool, layer: int
+) -> Tensor:
+    """Return the gated convolution of a tile's gated inputs, [rows, channels]; the states are changed."""
+    gate_in, gate_out, inputs = _split_sequences(projected, tile).chunk(3, -1)
+    mixed = _convolve(weights.conv, gate_in * inputs, states.get_tensor(layer, "conv"), tile)
+    if weights.bias is not None:
+        mixed += weights.bias
+    output = (gate_out * mixed).to(projected.dtype).flatten(0, 1)
+    return output if tile.unpad_index is None else output.index_select(0, tile.unpad_index)
+
+
 def compute_delta_rule(
     weights: DeltaRuleWeights, projected: Tensor, tile: AttentionTile, states: StatePool, layer: int
 ) -> Tensor:
@@ -57,13 +98,12 @@ def compute_delta_rule(
     slots = tile.state_slots
     assert slots is not None
     is_token = None
-    if tile.pad_index is not None and tile.lengths is not None:
-        projected = projected.index_select(0, tile.pad_index)
+    if tile.lengths is not None:
         place = torch.arange(tile.queries_per_sequence, device=projected.device)
         is_token = (place < tile.lengths.unsqueeze(1)).unsqueeze(-1)
-    rows = projected.unflatten(0, (tile.num_sequences, tile.queries_per_sequence))
+    rows = _split_sequences(projected, tile)
     inputs, _, strength, step_size = rows.split(weights.widths, -1)
-    mixed = _convolve(weights, inputs, states.get_tensor(layer, "conv"), slots, tile.lengths)
+    mixed = F.silu(_convolve(weights.conv, inputs, states.get_tensor(layer, "conv"), tile))
     key_width = weights.key_heads * weights.key_dim
     queries_and_keys, value = mixed.split([2 * key_width, weights.heads * weights.value_dim], -1)
     heads = _normalize(queries_and_keys.unflatten(-1, (2, weights.key_heads, weights.key_dim)))
@@ -90,13 +130,20 @@ def compute_delta_rule(
     return output if tile.unpad_index is None else output.index_select(0, tile.unpad_index)
 
 
-def _convolve(
-    weights: DeltaRuleWeights, inputs: Tensor, windows: Tensor, slots: Tensor, lengths: Tensor | None
-) -> Tensor:
+def _split_sequences(projected: Tensor, tile: AttentionTile) -> Tensor:
+    """Return a tile's rows as [sequences, tokens, columns], with padding."""
+    if tile.pad_index is not None:
+        projected = projected.index_select(0, tile.pad_index)
+    return projected.unflatten(0, (tile.num_sequences, tile.queries_per_sequence))
+
+
+def _convolve(conv: Tensor, inputs: Tensor, windows: Tensor, tile: AttentionTile) -> Tensor:
     """Return the convolution of [sequences, tokens, channels] in float32, and update the inputs in `windows`."""
+    slots, lengths = tile.state_slots, tile.lengths
+    assert slots is not None
     width, num_tokens = windows.shape[-1], inputs.shape[1]
     history = torch.cat([windows.index_select(0, slots).mT, inputs], 1)  # the oldest input is not read
-    wide, taps = history.float(), weights.conv.float()
+    wide, taps = history.float(), conv.float()
     mixed = wide[:, 1 : 1 + num_tokens] * taps[:, 0]
     for tap in range(1, width):
         mixed.addcmul_(wide[:, 1 + tap : 1 + tap + num_tokens], taps[:, tap])
@@ -106,7 +153,7 @@ def _convolve(
         index = lengths.unsqueeze(1) + torch.arange(width, device=lengths.device)
         last = history.gather(1, index.unsqueeze(-1).expand(-1, -1, history.shape[-1]))
     windows.index_copy_(0, slots, last.mT)
-    return F.silu(mixed)
+    return mixed
 
 
 def _normalize(heads: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ramify.model.kernels.cuda.recurrent_ops import compute_delta_rule
+from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent
 from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
+from ramify.model.kernels.recurrent_ops import RecurrentWeights
 
 HEADS_PER_PROGRAM = 8
 ACTIVATION_BLOCK = 1024
@@ -143,12 +143,12 @@ class CudaDecoderOps(DecoderOps):
         addend: Tensor | None = None  # to be added to `hidden`, with the next norm
         for index, layer in enumerate(weights.layers):
             normed = self._add_norm(addend, hidden, layer.norm)
-            if layer.delta_rule is None:
+            if layer.recurrent is None:
                 kv_index = attn_metadata.pool.layer_index[index]
                 qkv = self._project_and_cache(layer, normed, weights.rope_table, positions, attn_metadata, kv_index)
                 attn_output = self.attend(qkv, attn_metadata, kv_index)
             else:
-                attn_output = self._apply_delta_rule(layer, layer.delta_rule, normed, attn_metadata, index)
+                attn_output = self._apply_recurrent(layer, layer.recurrent, normed, attn_metadata, index)
             if index == len(weights.layers) - 1:  # the other rows only had to write keys and values
                 attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
             addend = self._project(attn_output, layer.out, layer.out_bias)
@@ -208,19 +208,19 @@ class CudaDecoderOps(DecoderOps):
             )
         return attn_output
 
-    def _apply_delta_rule(
+    def _apply_recurrent(
         self,
         layer: LayerWeights,
-        weights: DeltaRuleWeights,
+        recurrent: RecurrentWeights,
         normed: Tensor,
         attn_metadata: AttentionMetadata,
         layer_index: int,
     ) -> Tensor:
-        """Return the gated and normalized values that the layer's states have for its queries, [rows, values]."""
-        projected = self.add_adapter(torch.mm(normed, layer.qkv), normed, layer.qkv_adapter)
+        """Return what the output projection of a recurrent layer gets, [rows, channels]; its states are changed."""
+        projected = self.add_adapter(self._project(normed, layer.qkv, layer.qkv_bias), normed, layer.qkv_adapter)
         states, plan = attn_metadata.states, attn_metadata.plan
         assert states is not None and plan is not None and plan.sequences is not None
-        return compute_delta_rule(weights, projected, plan.sequences, states, layer_index, self.sizes.eps)
+        return compute_recurrent(recurrent, projected, plan.sequences, states, layer_index, self.sizes.eps)
 
     def _multiply_silu(self, gate_up: Tensor) -> Tensor:
         rows, inner = len(gate_up), gate_up.shape[1] // 2

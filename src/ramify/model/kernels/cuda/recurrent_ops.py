@@ -1,8 +1,9 @@
-"""The gated delta rule of one step on CUDA: states are read from their slots and written in place.
+"""The recurrent layers of one step on CUDA: states are read from their slots and written in place.
 
-Three kernels: the convolution with its window, the rule itself, and the norm with its gate. A program of the rule holds
-a part of one sequence's matrix in registers and goes through the sequence's rows, in a decode step a single one. So a
-step may mix decoding with chunks of prompts and be a CUDA graph.
+The gated delta rule is three kernels: the convolution with its window, the rule itself, and the norm with its gate. A
+program of the rule holds a part of one sequence's matrix in registers and goes through the sequence's rows, in a decode
+step a single one. So a step may mix decoding with chunks of prompts and be a CUDA graph. A gated short convolution is
+the first kernel alone, with gates before and after it instead of an activation.
 """
 # ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
 
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ramify.model.kernels.paged_attention import StepSequences
-from ramify.model.kernels.recurrent_ops import KEY_NORM_EPS, DeltaRuleWeights
+from ramify.model.kernels.recurrent_ops import KEY_NORM_EPS, DeltaRuleWeights, RecurrentWeights, ShortConvWeights
 from ramify.model.kernels.state_pool import StatePool
 
 CONV_BLOCK = 512  # channels
@@ -25,10 +26,10 @@ HEADS_PER_PROGRAM = 4
 
 @triton.jit
 def _convolve(
-    PROJECTED, CONV, WINDOWS, OUT, ROW_SEQUENCE, START, STOP, SLOT, row_stride, slot_stride,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PROJECTED, CONV, BIAS, WINDOWS, OUT, ROW_SEQUENCE, START, STOP, SLOT, row_stride, slot_stride,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Write the convolution of a row.
+    """Write the convolution of a row, after SiLU. If GATED, inputs and outputs are multiplied by gates instead.
 
     The program of a sequence's first row also writes the next rows that read the window, and then updates the window.
     """
@@ -43,26 +44,27 @@ def _convolve(
             for index in tl.static_range(WIDTH - 1):
                 if start + index < stop:
                     _convolve_row(
-                        PROJECTED, CONV, window, OUT, start + index, start, row_stride, channel, mask,
-                        CHANNELS, WIDTH, WIDTH - 1 - index,
+                        PROJECTED, CONV, BIAS, window, OUT, start + index, row_stride, channel, mask,
+                        CHANNELS, WIDTH, WIDTH - 1 - index, GATED, HAS_BIAS,
                     )  # fmt: skip
             for tap in tl.static_range(WIDTH):
                 source = stop - WIDTH + tap
                 if source >= start:
-                    x = tl.load(PROJECTED + source.to(tl.int64) * row_stride + channel, mask=mask)
+                    x = _load_input(PROJECTED, source, row_stride, channel, mask, CHANNELS, GATED)
                 else:
                     x = tl.load(window + (stop - start) + tap, mask=mask)  # after `tap`, so not overwritten yet
                 tl.store(window + tap, x, mask=mask)
         elif row - start >= WIDTH - 1:
             _convolve_row(
-                PROJECTED, CONV, window, OUT, row, start, row_stride, channel, mask, CHANNELS, WIDTH, 0
+                PROJECTED, CONV, BIAS, window, OUT, row, row_stride, channel, mask,
+                CHANNELS, WIDTH, 0, GATED, HAS_BIAS,
             )  # fmt: skip
 
 
 @triton.jit
 def _convolve_row(
-    PROJECTED, CONV, window, OUT, row, start, row_stride, channel, mask,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, FROM_WINDOW: tl.constexpr,
+    PROJECTED, CONV, BIAS, window, OUT, row, row_stride, channel, mask,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, FROM_WINDOW: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Write one row; the first `FROM_WINDOW` inputs are in the window."""
     total = tl.zeros(channel.shape, tl.float32)
@@ -70,12 +72,28 @@ def _convolve_row(
         if tap < FROM_WINDOW:
             x = tl.load(window + (WIDTH - FROM_WINDOW + tap), mask=mask, other=0.0)
         else:
-            source = (row - WIDTH + 1 + tap).to(tl.int64)
-            x = tl.load(PROJECTED + source * row_stride + channel, mask=mask, other=0.0)
+            x = _load_input(PROJECTED, row - WIDTH + 1 + tap, row_stride, channel, mask, CHANNELS, GATED)
         weight = tl.load(CONV + channel * WIDTH + tap, mask=mask, other=0.0)
         total += x.to(tl.float32) * weight.to(tl.float32)
-    total = total / (1 + tl.exp(-total))
+    if HAS_BIAS:
+        total += tl.load(BIAS + channel, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        gate = PROJECTED + row.to(tl.int64) * row_stride + CHANNELS + channel
+        total *= tl.load(gate, mask=mask, other=0.0).to(tl.float32)
+    else:
+        total = total / (1 + tl.exp(-total))
     tl.store(OUT + row.to(tl.int64) * CHANNELS + channel, total.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_input(PROJECTED, row, row_stride, channel, mask, CHANNELS: tl.constexpr, GATED: tl.constexpr):
+    """Load a row's inputs of the convolution. Gated ones are rounded, as they are in the window."""
+    pointers = PROJECTED + row.to(tl.int64) * row_stride + channel
+    x = tl.load(pointers, mask=mask, other=0.0)
+    if GATED:
+        ungated = tl.load(pointers + 2 * CHANNELS, mask=mask, other=0.0)
+        x = (x.to(tl.float32) * ungated.to(tl.float32)).to(x.dtype)
+    return x
 
 
 @triton.jit
@@ -133,7 +151,32 @@ def _norm_and_gate(
     tl.store(X + row * (HEADS * VALUE_DIM) + offsets, x.to(X.dtype.element_ty), mask=mask)
 
 
-# -- operator --------------------------------------------------------------------------------------------------------
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+def compute_recurrent(
+    weights: RecurrentWeights, projected: Tensor, sequences: StepSequences, states: StatePool, layer: int, eps: float
+) -> Tensor:
+    """Return what the second projection of a recurrent layer gets, [rows, channels]; the states are changed."""
+    if isinstance(weights, ShortConvWeights):
+        windows = states.get_tensor(layer, "conv")
+        return _convolve_rows(weights.conv, weights.bias, projected, sequences, windows, is_gated=True)
+    return compute_delta_rule(weights, projected, sequences, states, layer, eps)
+
+
+def _convolve_rows(
+    conv: Tensor, bias: Tensor | None, projected: Tensor, sequences: StepSequences, windows: Tensor, *, is_gated: bool
+) -> Tensor:
+    """Return the convolution of the rows, [rows, channels]; `windows` are changed."""
+    rows, (channels, width) = len(projected), conv.shape
+    out = torch.empty(rows, channels, dtype=projected.dtype, device=projected.device)
+    _convolve[(rows, triton.cdiv(channels, CONV_BLOCK))](
+        projected, conv, conv if bias is None else bias, windows, out,
+        sequences.row_sequence, sequences.start, sequences.stop, sequences.state_slot,
+        projected.stride(0), windows.stride(0),
+        CHANNELS=channels, WIDTH=width, BLOCK=CONV_BLOCK, GATED=is_gated, HAS_BIAS=bias is not None, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def compute_delta_rule(
@@ -146,16 +189,11 @@ def compute_delta_rule(
 ) -> Tensor:
     """Return the gated and normalized outputs of the rows, [rows, heads * value_dim]; the states are changed."""
     windows, matrices = states.get_tensor(layer, "conv"), states.get_tensor(layer, "recurrent")
-    rows, (channels, width) = len(projected), weights.conv.shape
-    heads, value_dim = weights.heads, weights.value_dim
-    mixed = torch.empty(rows, channels, dtype=projected.dtype, device=projected.device)
+    rows, heads, value_dim = len(projected), weights.heads, weights.value_dim
+    mixed = _convolve_rows(weights.conv, None, projected, sequences, windows, is_gated=False)
     out = torch.empty(rows, heads * value_dim, dtype=projected.dtype, device=projected.device)
     bounds = sequences.start, sequences.stop, sequences.state_slot
-    row_stride, first_gate = projected.stride(0), channels
-    _convolve[(rows, triton.cdiv(channels, CONV_BLOCK))](
-        projected, weights.conv, windows, mixed, sequences.row_sequence, *bounds, row_stride, windows.stride(0),
-        CHANNELS=channels, WIDTH=width, BLOCK=CONV_BLOCK, num_warps=4,
-    )  # fmt: skip
+    row_stride, first_gate = projected.stride(0), len(weights.conv)
     values = min(VALUES_PER_PROGRAM, triton.next_power_of_2(value_dim))
     _apply_rule[(len(sequences.start), heads, triton.cdiv(value_dim, values))](
         mixed, projected, weights.log_rate, weights.step_bias, matrices, out, *bounds, row_stride, matrices.stride(0),
