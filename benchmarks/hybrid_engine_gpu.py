@@ -1,9 +1,9 @@
-"""The engine with a model of Qwen3.5's shape on a GPU, beside a dense model with as many parameters.
+"""The engine with a hybrid model on a GPU, beside a dense model with as many parameters and the same vocabulary.
 
-Both are random, with a vocabulary of 248,320. A wave is 8 groups of 16 requests with a common prompt of 368 tokens, and
-256 new tokens each; a decode step is the mean between the first token of the last request and the last token, the best
-of three waves. The logprobs of the hybrid's samples are compared with the model's own code. `--small` runs small models
-of the same structure in seconds on a CPU.
+Both are random. The hybrid has the shape of Qwen3.5-0.8B, or with `--shape lfm2-1.2b` of LFM2-1.2B. A wave is 8 groups
+of 16 requests with a common prompt of 368 tokens, and 256 new tokens each; a decode step is the mean between the first
+token of the last request and the last token, the best of three waves. The logprobs of the hybrid's samples are compared
+with the model's own code. `--small` runs small models of the same structure in seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from _check import Row, finish, parser
 from _sampler_gpu import run_wave
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Lfm2Config, Qwen3_5TextConfig, Qwen3Config
 
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore
@@ -27,17 +27,13 @@ from ramify.trace.version import PolicyVersion
 WAVE, SMALL_WAVE = (8, 16, 368, 256), (2, 2, 20, 8)
 ROUNDS, CHECKED_REQUESTS = 3, 8
 MAX_RATIO, MIN_REPLAYED, MAX_MEAN_DIFFERENCE = 1.4, 0.95, 0.05
+LFM2_ATTENTION_LAYERS = {2, 5, 8, 10, 12, 14}
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 
 
-def build_configs(small: bool) -> dict[str, Any]:
-    """Return the configs of both models."""
-    shared: dict[str, Any] = {
-        "vocab_size": 40_000 if small else 248_320,
-        "hidden_size": 64 if small else 1024,
-        "max_position_embeddings": 40_960,
-        "tie_word_embeddings": True,
-    }
+def build_qwen3_5_configs(small: bool) -> dict[str, Any]:
+    """Return the configs of Qwen3.5-0.8B and of a dense model."""
+    shared = build_shared_settings(small, vocab=248_320, hidden=1024)
     num_linear_heads = 2 if small else 16
     return {
         "hybrid": Qwen3_5TextConfig(
@@ -51,15 +47,48 @@ def build_configs(small: bool) -> dict[str, Any]:
             head_dim=32 if small else 256,
             rope_parameters=ROPE,
         ),
-        "dense": Qwen3Config(
-            **shared,
-            intermediate_size=128 if small else 3072,
-            num_hidden_layers=4 if small else 32,
-            num_attention_heads=2 if small else 16,
-            num_key_value_heads=1 if small else 8,
-            head_dim=32 if small else 128,
-        ),
+        "dense": build_dense_config(shared, num_layers=4 if small else 32, inner=128 if small else 3072, small=small),
     }
+
+
+def build_lfm2_configs(small: bool) -> dict[str, Any]:
+    """Return the configs of LFM2-1.2B, ten convolutions and six layers with attention, and of a dense model."""
+    shared = build_shared_settings(small, vocab=65_536, hidden=2048)
+    layer_types = ["full_attention" if layer in LFM2_ATTENTION_LAYERS else "conv" for layer in range(16)]
+    return {
+        "hybrid": Lfm2Config(
+            **shared,
+            layer_types=layer_types[:4] if small else layer_types,
+            intermediate_size=128 if small else 12_288,  # two thirds of it are used
+            num_hidden_layers=4 if small else 16,
+            num_attention_heads=2 if small else 32,
+            num_key_value_heads=1 if small else 8,
+        ),
+        "dense": build_dense_config(shared, num_layers=4 if small else 18, inner=128 if small else 7168, small=small),
+    }
+
+
+def build_shared_settings(small: bool, *, vocab: int, hidden: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 40_000 if small else vocab,
+        "hidden_size": 64 if small else hidden,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": True,
+    }
+
+
+def build_dense_config(shared: dict[str, Any], *, num_layers: int, inner: int, small: bool) -> Qwen3Config:
+    return Qwen3Config(
+        **shared,
+        intermediate_size=inner,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2 if small else 16,
+        num_key_value_heads=1 if small else 8,
+        head_dim=32 if small else 128,
+    )
+
+
+SHAPES = {"qwen3.5-0.8b": build_qwen3_5_configs, "lfm2-1.2b": build_lfm2_configs}
 
 
 def build_core(config: Any, directory: Path, small: bool, **settings: Any) -> EngineCore:
@@ -110,11 +139,12 @@ def measure_difference(core: EngineCore) -> float:
 def main() -> int:
     flags = parser(__doc__)
     flags.add_argument("--small", action="store_true", help="small models on a CPU, without targets")
+    flags.add_argument("--shape", choices=SHAPES, default="qwen3.5-0.8b", help="whose sizes the hybrid has")
     options = flags.parse_args()
     small, wave = options.small, SMALL_WAVE if options.small else WAVE
     disable_tf32_convolutions()
     with tempfile.TemporaryDirectory() as scratch:
-        configs = build_configs(small)
+        configs = SHAPES[options.shape](small)
         dense, _ = measure_step(build_core(configs["dense"], Path(scratch) / "dense", small), wave)
         core = build_core(configs["hybrid"], Path(scratch) / "hybrid", small)
         hybrid, replayed = measure_step(core, wave)
@@ -126,7 +156,7 @@ def main() -> int:
         Row("  steps in graphs", replayed, None, "of 1", None if small else MIN_REPLAYED, at_least=True),
         Row("logprobs, mean difference from the model's own code", difference, None, "nats", MAX_MEAN_DIFFERENCE),
     ]
-    return finish("the engine with a hybrid model", rows, options)
+    return finish(f"the engine with a hybrid model of the shape {options.shape}", rows, options)
 
 
 if __name__ == "__main__":

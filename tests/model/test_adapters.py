@@ -17,6 +17,7 @@ from ramify.model.quantization import dequantize_matrix, quantize_matrix
 from ramify.model.weights import apply_weights, get_untied_tensors, publish_weights, stage_weights
 from ramify.model.weights_manifest import PublishedAdapters, read_tensor_dtypes, read_tensor_shapes
 from ramify.trace.version import PolicyVersion
+from tests.support.models import HYBRIDS
 from tests.support.training import CONFIGS, build_model
 
 SCALING = 8 / 4
@@ -33,7 +34,7 @@ def load_engine(base: Path, targets=(), quantize=None):
     def add(module):
         add_engine_adapters(module, 4, 8, targets, quantize)
 
-    return load_engine_model(base, dtype="float32", device="cpu", add_adapters=add).module
+    return load_engine_model(base, dtype="float32", device="cpu", add_adapters=add)
 
 
 def publish(module, directory: Path, base: Path, quantize=None) -> Path:
@@ -51,7 +52,7 @@ def publish(module, directory: Path, base: Path, quantize=None) -> Path:
 @pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj", "down_proj"]], ids=["all", "some"])
 def test_every_forward_of_an_engine_adds_the_adapters(base, tmp_path, targets):
     """Adapters are loaded in place: the C code, the operators in torch and the model's own code see them."""
-    module = load_engine(base, targets)
+    module = load_engine(base, targets).module
     with torch.no_grad():
         before = _run_check_sequence(module, build_hf_forward(module))
         fused = build_fused_model(module)
@@ -71,8 +72,24 @@ def test_every_forward_of_an_engine_adds_the_adapters(base, tmp_path, targets):
     assert torch.allclose(merged_logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_recurrent_layers_add_the_adapters(family, tmp_path):
+    base = HYBRIDS[family](tmp_path / "base")
+    model = load_engine(base)
+    module, state_specs = model.module, model.state_specs
+    fused = build_fused_model(module, state_specs=state_specs)
+    assert fused is not None
+    with torch.no_grad():
+        before = _run_check_sequence(module, fused, state_specs=state_specs)
+        apply_weights(module, stage_weights(publish(module, tmp_path / "version", base), module))
+        expected = _run_check_sequence(module, build_hf_forward(module), num_chunks=1)
+        actual = _run_check_sequence(module, fused, state_specs=state_specs)
+    assert (expected - before).abs().max() > 0.1
+    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_directory_of_adapters_stands_for_the_merged_model(base, tmp_path):
-    module = load_engine(base)
+    module = load_engine(base).module
     directory = publish(module, tmp_path / "version", base)
     assert read_tensor_shapes(directory) == read_tensor_shapes(base)
     assert read_tensor_dtypes(directory) == read_tensor_dtypes(base) == {"F32"}
@@ -84,7 +101,7 @@ def test_a_directory_of_adapters_stands_for_the_merged_model(base, tmp_path):
 
 
 def test_a_version_of_another_kind_is_refused(base, tmp_path):
-    module = load_engine(base)
+    module = load_engine(base).module
     tensors = load_file(base / "model.safetensors")
     complete = publish_weights(tmp_path / "complete", tensors, PolicyVersion("p"), base_model=base)
     with pytest.raises(WeightsRefused, match="tensors missing"):
@@ -97,7 +114,10 @@ def test_a_version_of_another_kind_is_refused(base, tmp_path):
 
 @pytest.mark.parametrize("mode", ["8bit", "4bit"])
 def test_an_engine_rounds_its_base_as_the_trainer_does(base, tmp_path, mode):
-    module, plain = load_engine(base, quantize=mode), load_engine_model(base, dtype="float32", device="cpu").module
+    module, plain = (
+        load_engine(base, quantize=mode).module,
+        load_engine_model(base, dtype="float32", device="cpu").module,
+    )
     name = "model.layers.0.self_attn.q_proj"
     rounded = dequantize_matrix(quantize_matrix(plain.get_submodule(name).weight, mode))
     assert torch.equal(module.get_submodule(name).weight, rounded)

@@ -73,8 +73,8 @@ class EngineConfig(Config):
     batch_invariant: bool = False
     """Use fixed shapes: a request then gets the same bits whatever else is in the batch. Slower."""
     fused_ops: bool = True
-    """Run Llama-like models and Qwen3.5 with fused operators, after checking them against the model's own code. On a
-    CPU some of them are compiled at the start if there is a C compiler."""
+    """Run Llama-like models, Qwen3.5 and LFM2 with fused operators, after checking them against the model's own code.
+    On a CPU some of them are compiled at the start if there is a C compiler."""
     weights_url: str | None = None
     """Object store to fetch published weights from if their directory is not on this node. A run sets it."""
     copy_from_trainer: bool = True
