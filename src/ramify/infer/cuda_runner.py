@@ -6,9 +6,10 @@ follows a plan (`ramify.model.kernels.attention_plan`), which is kept while the 
 
 Steps of up to MAX_GRAPH_ROWS rows are CUDA graphs, captured for each number of rows and logits, rounded up, and then
 replayed by a single call: launching a thousand kernels from Python takes longer than they run. Padding rows write to
-block 0, which no request uses. Weights are updated in place, so graphs stay valid. A step with image tokens, which is
-part of a prompt's prefill, is not a graph: it runs the model's own code. If requests of a step have a grammar, their
-masks are computed while the GPU runs the step, which is then sampled once more, with the masks.
+block 0, which no request uses. Weights are updated in place, so graphs stay valid. Chunks of recurrent layers are
+padded to a number that depends only on the rows; a step without long sequences has none, and its own graph. A step with
+image tokens, which is part of a prompt's prefill, is not a graph: it runs the model's own code. If requests of a step
+have a grammar, their masks are computed while the GPU runs the step, which is then sampled once more, with the masks.
 """
 
 import threading
@@ -28,6 +29,7 @@ from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.model.kernels.attention_plan import AttentionPlan, build_plan, order_by_prefix
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, StepSequences
+from ramify.model.kernels.recurrent_ops import plan_chunks
 from ramify.model.load import LoadedModel
 
 # Memory through which a step's inputs reach the GPU and its results come back, while steps follow each other.
@@ -98,6 +100,14 @@ LOGIT_STEP = 32  # of steps in which not every row has logits
 INITIAL_PARTIALS, INITIAL_PLAN_INTS = 4096, 1 << 18
 
 
+class StepShape(NamedTuple):
+    """What a graph is captured for."""
+
+    num_rows: int  # with padding
+    num_logits: int  # with padding
+    num_chunks: int  # of recurrent layers; with padding if the step can be a graph, 0 if it has no long sequences
+
+
 @dataclass(slots=True)
 class PreparedStep:
     """The host's side of a step. While the same requests decode, it is advanced from step to step."""
@@ -113,9 +123,8 @@ class PreparedStep:
     seeds: np.ndarray
     grammars: list[tuple[int, GrammarState]]  # and the rows with logits that they apply to
     plan: AttentionPlan
-    sequences: np.ndarray  # of the recurrent layers: the sequence of each row, and what `StepSequences` has of each
-    num_rows: int  # with padding
-    num_logits: int  # with padding
+    sequences: np.ndarray  # of the recurrent layers: the arrays of `StepSequences`, one after the other
+    shape: "StepShape"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +179,14 @@ class CudaModelRunner(ModelRunner):
         self._share_prefixes = share_prefixes
         num_rows = _round_up_rows(max_rows)
         self._max_sequences = max_requests if self.states else 0
-        self._rows = UploadBuffer(13 * num_rows, device)
+        self._rows = UploadBuffer(14 * num_rows, device)
         self._plan = UploadBuffer(INITIAL_PLAN_INTS, device)
         self._ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         max_logits = max(_round_up_rows(max_requests), _round_up_logits(max_requests))
         self._sampled = torch.zeros(max_logits, 2, dtype=torch.int32, device=device)
         self._results = [DownloadBuffer(len(self._sampled), device) for _ in range(NUM_HOST_COPIES)]
         self._num_launched = 0
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: set[StepShape] = set()
         self._drop_graphs()
         self._last: PreparedStep | None = None
 
@@ -201,7 +210,7 @@ class CudaModelRunner(ModelRunner):
         logits = self._run_step(prepared, images)
         if prepared.grammars:
             mask_logits(logits, prepared.grammars)
-            self._sample(logits, prepared.num_rows)
+            self._sample(logits, prepared.shape)
         result = self._results[self._num_launched % NUM_HOST_COPIES]
         self._num_launched += 1
         num_sampled = len(prepared.logit_rows)
@@ -237,6 +246,7 @@ class CudaModelRunner(ModelRunner):
         num_rows = _round_up_rows(num_tokens)
         num_logits = num_rows if all_decode else min(num_rows, _round_up_logits(len(logit_rows)))
         starts, stops = [chunk.start for chunk in chunks_by_row], [chunk.stop for chunk in chunks_by_row]
+        sequences, num_chunks = self._list_sequences(chunks_by_row, num_rows)
         kernel_shape = self._kernels.get_shape(num_rows, share=self._share_prefixes)
         return PreparedStep(
             chunks_by_row=chunks_by_row,
@@ -250,9 +260,8 @@ class CudaModelRunner(ModelRunner):
             seeds=np.array([request.seed for request in sampling], dtype=np.uint64),
             grammars=[(row, request.grammar) for row, request in enumerate(sampling) if request.grammar is not None],
             plan=build_plan(tables, starts, stops, num_rows, kernel_shape),
-            sequences=self._list_sequences(chunks_by_row, num_rows),
-            num_rows=num_rows,
-            num_logits=num_logits,
+            sequences=sequences,
+            shape=StepShape(num_rows, num_logits, num_chunks),
         )
 
     def _list_rotary_positions(self, chunks: Sequence[ScheduledChunk], positions: np.ndarray) -> np.ndarray:
@@ -260,18 +269,23 @@ class CudaModelRunner(ModelRunner):
             return positions[np.newaxis]
         return np.concatenate([chunk.request.get_positions(chunk.start, chunk.stop) for chunk in chunks], axis=1)
 
-    def _list_sequences(self, chunks: Sequence[ScheduledChunk], num_rows: int) -> np.ndarray:
-        """Return the arrays of `StepSequences`, one after the other; nothing if there are no recurrent layers."""
+    def _list_sequences(self, chunks: Sequence[ScheduledChunk], num_rows: int) -> tuple[np.ndarray, int]:
+        """Return the arrays of `StepSequences`, one after the other, and the number of chunks of recurrent layers.
+
+        There is nothing without such layers.
+        """
         row_sequence = np.full(num_rows, -1, dtype=np.int32)
         sequences = np.zeros((3, min(num_rows, self._max_sequences)), dtype=np.int32)
         if not self._max_sequences:
-            return sequences.ravel()
+            return sequences.ravel(), 0
         end = 0
         for index, chunk in enumerate(chunks):
             row_sequence[end : end + chunk.num_tokens] = index
             sequences[:, index] = end, end + chunk.num_tokens, chunk.request.state_slot
             end += chunk.num_tokens
-        return np.concatenate([row_sequence, sequences.ravel()])
+        bounds_and_slots = sequences[:, : len(chunks)].tolist()
+        tables = plan_chunks(*bounds_and_slots, padded_rows=num_rows if num_rows <= MAX_GRAPH_ROWS else 0)
+        return np.concatenate([row_sequence, sequences.ravel(), tables.ravel()]), tables.shape[1]
 
     def _order_rows(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
         """Return the order of rows: decoding first, sequences with common blocks adjacent."""
@@ -315,7 +329,7 @@ class CudaModelRunner(ModelRunner):
 
     def _upload_rows(self, step: PreparedStep) -> None:
         """Copy what changes in every step. A token that is not known yet is named by its row in the last step."""
-        num_rows, num_logits = step.num_rows, step.num_logits
+        num_rows, num_logits, _ = step.shape
         rows = np.zeros((5, num_rows), dtype=np.int32)  # ids, sources, positions, slots, rotary positions
         rows[1] = -1
         end = 0
@@ -341,56 +355,57 @@ class CudaModelRunner(ModelRunner):
     def _run_step(self, step: PreparedStep, images: ImageRows | None) -> Tensor:
         """Run and sample the uploaded step, by a graph if there is one or the shape has been seen before."""
         if images is not None:
-            return self._sample(self._compute_logits(step, images), step.num_rows)
-        key = num_rows, num_logits = step.num_rows, step.num_logits
-        captured = self._graphs.get(key)
-        if captured is None and self._graph_pool is not None and num_rows <= MAX_GRAPH_ROWS and key in self._seen:
-            captured = self._graphs[key] = self._capture(num_rows, num_logits)
+            return self._sample(self._compute_logits(step, images), step.shape)
+        shape = step.shape
+        captured = self._graphs.get(shape)
+        can_capture = self._graph_pool is not None and shape.num_rows <= MAX_GRAPH_ROWS
+        if captured is None and can_capture and shape in self._seen:
+            captured = self._graphs[shape] = self._capture(shape)
         if captured is None:
-            self._seen.add(key)
-            return self._forward_and_sample(num_rows, num_logits)
+            self._seen.add(shape)
+            return self._forward_and_sample(shape)
         self.counters.replayed_steps += 1
         captured.graph.replay()
         return captured.logits
 
     def _drop_graphs(self) -> None:
         """Begin with no graphs: memory that they read has moved."""
-        self._graphs: dict[tuple[int, int], CapturedGraph] = {}
+        self._graphs: dict[StepShape, CapturedGraph] = {}
         can_capture = self.model.device.type == "cuda" and self.fused_model is not None
         self._graph_pool = torch.cuda.graph_pool_handle() if can_capture else None  # ends with the last graph in it
 
-    def _capture(self, num_rows: int, num_logits: int) -> CapturedGraph:
+    def _capture(self, shape: StepShape) -> CapturedGraph:
         """Capture a step; nothing is computed."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # torch's default is shared by all threads
         capture = torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local")
         with CAPTURE_LOCK, capture:
-            logits = self._forward_and_sample(num_rows, num_logits)
+            logits = self._forward_and_sample(shape)
         return CapturedGraph(graph, logits)
 
-    def _forward_and_sample(self, num_rows: int, num_logits: int) -> Tensor:
-        return self._sample(self._forward_text(num_rows, num_logits), num_rows)
+    def _forward_and_sample(self, shape: StepShape) -> Tensor:
+        return self._sample(self._forward_text(shape), shape)
 
-    def _sample(self, logits: Tensor, num_rows: int) -> Tensor:
+    def _sample(self, logits: Tensor, shape: StepShape) -> Tensor:
         """Sample from the logits of the uploaded step; return them."""
         from ramify.model.kernels.cuda.sampling import sample_rows
 
-        rows = self._split_rows(num_rows, len(logits))
+        rows = self._split_rows(shape)
         sample_rows(logits, rows.temperatures, rows.seeds, rows.positions, rows.logit_rows, self._sampled)
         return logits
 
     def _compute_logits(self, step: PreparedStep, images: ImageRows | None) -> Tensor:
         """Return the logits of the uploaded step."""
         if images is None:
-            return self._forward_text(step.num_rows, step.num_logits)
-        padding = step.num_rows - step.rotary_positions.shape[1]
+            return self._forward_text(step.shape)
+        padding = step.shape.num_rows - step.rotary_positions.shape[1]
         positions = self._to_device(np.pad(step.rotary_positions, ((0, 0), (0, padding))))
-        rows = self._split_rows(step.num_rows, step.num_logits)
+        rows = self._split_rows(step.shape)
         ids, metadata = self._gather_ids(rows), self._build_metadata(rows, fused=False)
         return self._forward(ids, positions.squeeze(0), metadata, rows.logit_rows, images)
 
-    def _forward_text(self, num_rows: int, num_logits: int) -> Tensor:
+    def _forward_text(self, shape: StepShape) -> Tensor:
         """Return the logits of the uploaded step, which has no image tokens. Can be captured."""
-        rows = self._split_rows(num_rows, num_logits)
+        rows = self._split_rows(shape)
         metadata = self._build_metadata(rows, fused=self.fused_model is not None)
         return self.forward(self._gather_ids(rows), rows.rotary_positions, metadata, rows.logit_rows)
 
@@ -405,12 +420,15 @@ class CudaModelRunner(ModelRunner):
         plan = DevicePlan(self._plan.device, rows.positions, self._kernels, rows.sequences)
         return AttentionMetadata(self.pool, rows.slots if fused else rows.slots.long(), plan=plan, states=self.states)
 
-    def _split_rows(self, num_rows: int, num_logits: int) -> "DeviceRows":
+    def _split_rows(self, shape: StepShape) -> "DeviceRows":
+        num_rows, num_logits, num_chunks = shape
         sizes = [2 * num_logits] + [num_rows] * 5 + [num_logits] * 2
         if self._max_sequences:
-            sizes += [num_rows] + [min(num_rows, self._max_sequences)] * 3
+            sizes += [num_rows] + [min(num_rows, self._max_sequences)] * 3 + [3 * num_chunks] * 2
         seeds, *rows = self._rows.device[: sum(sizes)].split(sizes)
-        sequences = StepSequences(*rows[7:]) if self._max_sequences else None
+        sequences = None
+        if self._max_sequences:
+            sequences = StepSequences(*rows[7:11], *(table.view(num_chunks, 3) for table in rows[11:]))
         ids, sources, positions, slots, rotary_positions, logit_rows, temperatures = rows[:7]
         return DeviceRows(
             seeds.view(torch.int64),

@@ -20,7 +20,6 @@ from ramify.trace import Forest
 from ramify.trace.columns import Int32Array
 
 MIN_ROWS = 2  # of a table, because compiled code would be specialized to one
-MIN_WIDTH = 64  # to which heads are padded: with 16, kernels that Triton 3.6 compiles leave their memory on an H200
 
 
 class TrackTables(NamedTuple):
@@ -127,10 +126,10 @@ def pass_tracks(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, tracks: TrackTables
 ) -> Tensor:
     """Return the gated delta rule by the Triton kernels, which need widths of powers of two, at least 64."""
-    from ramify.model.kernels.cuda.delta_rule import gated_delta_rule_op  # needs Triton
+    from ramify.model.kernels.cuda.delta_rule import gated_delta_rule_op, round_up_width  # need Triton
 
     scale, width = query.shape[-1] ** -0.5, value.shape[-1]
-    inputs = [_pad_width(tensor).contiguous() for tensor in (query, key, value)]
+    inputs = [_pad_width(tensor, round_up_width(tensor.shape[-1])).contiguous() for tensor in (query, key, value)]
     scalars = (tensor.float().contiguous() for tensor in (log_decay, strength))
     out, _, _ = gated_delta_rule_op(*inputs, *scalars, *tracks, CHUNK_SIZE, scale)
     return out if out.shape[-1] == width else out[..., :width]
@@ -169,9 +168,8 @@ def measure_kernel_error(
     return max(float((actual.cpu() - exact).norm() / exact.norm()) for actual, exact in zip(*results))
 
 
-def _pad_width(tensor: Tensor) -> Tensor:
-    missing = max(MIN_WIDTH, 1 << (tensor.shape[-1] - 1).bit_length()) - tensor.shape[-1]
-    return F.pad(tensor, (0, missing)) if missing else tensor
+def _pad_width(tensor: Tensor, width: int) -> Tensor:
+    return F.pad(tensor, (0, width - tensor.shape[-1])) if width > tensor.shape[-1] else tensor
 
 
 def _pad_rows(table: np.ndarray, row: object) -> np.ndarray:

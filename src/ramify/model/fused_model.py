@@ -20,7 +20,7 @@ from ramify.core.errors import ModelUnsupported
 from ramify.model.kernels.cpu import CLibraryUnavailable, build_cpu_ops
 from ramify.model.kernels.decoder_ops import AdapterWeights, DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, RecurrentWeights, ShortConvWeights
+from ramify.model.kernels.recurrent_ops import CHUNK_SIZE, DeltaRuleWeights, RecurrentWeights, ShortConvWeights
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.lora import LoraLinear
 from ramify.model.vision import build_image_inputs
@@ -89,8 +89,12 @@ def build_fused_model(
         return None
     # Not inference mode: concatenated weights stay ordinary tensors, to be updated later.
     with torch.no_grad(), _random_adapters(module):
+        num_tokens = 8
+        if planned and state_specs:  # the first part has two chunks of recurrent layers, the second continues them
+            num_tokens = min(2 * CHUNK_SIZE, module.config.get_text_config().max_position_embeddings)
         # The model's own code does not keep states between chunks.
-        expected = _run_check_sequence(module, build_hf_forward(module), num_chunks=1 if state_specs else 3)
+        num_chunks = 1 if state_specs else 3
+        expected = _run_check_sequence(module, build_hf_forward(module), num_tokens, num_chunks=num_chunks)
         fused = FusedModel(module)
         if planned:
             from ramify.model.kernels.cuda.decoder import CudaDecoderOps  # needs Triton
@@ -107,7 +111,8 @@ def build_fused_model(
                 fused.ops = DecoderOps(fused.sizes, f"torch ({error})")
             except ModelUnsupported as error:
                 fused.ops = DecoderOps(fused.sizes, f"torch (operators in C: {error})")
-        _check_logits(expected, _run_check_sequence(module, fused, state_specs=state_specs, planned=planned))
+        actual = _run_check_sequence(module, fused, num_tokens, state_specs=state_specs, planned=planned)
+        _check_logits(expected, actual)
         return fused
 
 
@@ -301,7 +306,7 @@ def _run_check_sequence(
     ids = (torch.arange(num_tokens, device=device) * 7919 + 13) % config.vocab_size
     block_table = torch.zeros(1, dtype=torch.long, device=device)
     logits: list[Tensor] = []
-    bounds = (0, num_tokens - 3, num_tokens - 1, num_tokens) if num_chunks == 3 else (0, num_tokens)
+    bounds = (0, num_tokens - 1 - num_tokens // 3, num_tokens - 1, num_tokens) if num_chunks == 3 else (0, num_tokens)
     for start, stop in pairwise(bounds):
         positions = torch.arange(start, stop, device=device)
         if planned:

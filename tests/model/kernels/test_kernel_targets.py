@@ -18,7 +18,7 @@ from ramify.model.forest_segments import ForestSegments
 from ramify.model.kernels.attention_plan import build_plan
 from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool, StepSequences
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, ShortConvWeights
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, ShortConvWeights, plan_chunks
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
@@ -125,13 +125,16 @@ def run_decoder(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
 
 
 def run_gated_layers(key_heads: int, heads: int, width: int, dtype: torch.dtype) -> None:
-    """Run a layer with the gated delta rule, and rotate and gate the heads of an attention layer, as in Qwen3.5."""
+    """Run a layer with the gated delta rule, and rotate and gate the heads of an attention layer, as in Qwen3.5.
+
+    A sequence has enough rows for chunks.
+    """
     from ramify.model.kernels.cuda.decoder import CudaDecoderOps
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    channels, hidden, num_rows = 2 * key_heads * width + heads * width, 64, 3
+    channels, hidden, num_rows = 2 * key_heads * width + heads * width, 64, 70
     conv = zeros(channels, 4)
     delta_rule = DeltaRuleWeights(conv, zeros(heads), zeros(heads), zeros(width), key_heads, width)
     attention = {
@@ -155,7 +158,9 @@ def run_gated_layers(key_heads: int, heads: int, width: int, dtype: torch.dtype)
         StateSpec(0, "recurrent", 0, (heads, width, width), torch.float32),
     ]
     sizes = DecoderSizes(heads, 2, width, hidden, hidden, 1e-6, 0.1, norm_offset=1.0, has_gate=True)
-    plan = DevicePlan(rows, rows, lambda query, *_, **__: query.contiguous(), StepSequences(rows, rows, rows, rows))
+    chunks, tracks = torch.from_numpy(plan_chunks([0], [num_rows], [0]))
+    sequences = StepSequences(rows, rows, rows, rows, chunks, tracks)
+    plan = DevicePlan(rows, rows, lambda query, *_, **__: query.contiguous(), sequences)
     pool, states = KVPool(1, 4, 16, 2, width, dtype, "cpu", [1]), StatePool(specs, 1, torch.device("cpu"))
     CudaDecoderOps(sizes).forward(weights, rows, rows, AttentionMetadata(pool, rows, plan=plan, states=states), rows)
 
@@ -167,7 +172,8 @@ def run_short_convolution(channels: int, has_bias: bool, dtype: torch.dtype) -> 
     conv, bias = torch.zeros(channels, 3, dtype=dtype), torch.zeros(channels, dtype=dtype) if has_bias else None
     states = StatePool([StateSpec(0, "conv", 0, (channels, 3), dtype)], 1, torch.device("cpu"))
     rows, projected = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3 * channels, dtype=dtype)
-    sequences = StepSequences(rows, rows, rows, rows)
+    chunks, tracks = torch.from_numpy(plan_chunks([], [], []))
+    sequences = StepSequences(rows, rows, rows, rows, chunks, tracks)
     compute_recurrent(ShortConvWeights(conv, bias), projected, sequences, states, 0, 1e-5)
 
 
@@ -279,6 +285,7 @@ def test_the_kernels_of_the_engine_compile(heads, kv_heads, head_dim, dtype, cap
 def test_the_kernels_of_gated_layers_compile(key_heads, heads, dtype, capability, monkeypatch):
     launches = record_launches(monkeypatch, lambda: run_gated_layers(key_heads, heads, 128, dtype))
     expected = {"_add_norm", "_convolve", "_apply_rule", "_norm_and_gate", "_rotate_and_cache", "_gate_heads"}
+    expected |= {"_split_chunk", "_solve", "_transform", "_pass_states", "_compute_outputs"}
     check_launches(launches, capability, expected | {"_silu_product"})
 
 

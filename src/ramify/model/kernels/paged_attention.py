@@ -144,12 +144,17 @@ class AttentionTile:
 
 @dataclass(frozen=True, slots=True)
 class StepSequences:
-    """The rows of a step as recurrent layers read them on a GPU: runs of adjacent rows, each with its state."""
+    """The rows of a step as recurrent layers read them on a GPU: runs of adjacent rows, each with its state.
+
+    Long sequences are computed in chunks (`ramify.model.kernels.recurrent_ops.plan_chunks`).
+    """
 
     row_sequence: Tensor  # [rows] index of the row's sequence; -1 for padding
     start: Tensor  # [sequences] first row
     stop: Tensor  # [sequences] row after the last; an unused sequence has no rows
     state_slot: Tensor  # [sequences]
+    chunks: Tensor  # [chunks, 3] first row, row after the last, and the slot of the state after a last chunk, else -1
+    tracks: Tensor  # [chunks, 3] the first chunk of a long sequence, the chunk after its last, its slot; or no chunks
 
 
 @dataclass(frozen=True, slots=True)

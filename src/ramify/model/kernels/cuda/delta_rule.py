@@ -5,6 +5,9 @@ one head per program, for all chunks at once. `_pass_states` takes the state of 
 and `_pass_gradients` its gradient backwards; they are launched once for each round of tracks, and a program owns some
 columns of the state. No two programs add to the same memory, so gradients are bitwise reproducible.
 
+The engine's prompts are tracks, too: each begins with the state in its request's slot and leaves its last state there
+(`continue_tracks`).
+
 The forward pass saves the inverse of each chunk's triangular system; the states before the chunks are computed again in
 the backward pass. Products of bfloat16 are accumulated in float32, and the state that is passed on is float32.
 """
@@ -17,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+MIN_WIDTH = 64  # to which heads are padded: with 16, kernels that Triton 3.6 compiles leave their memory on an H200
 
 # Columns of a state that a program computes at a time, warps, and stages of its loops; for elements of two bytes. With
 # two stages, the gradients of the last two differ from run to run.
@@ -71,6 +76,21 @@ def _state_offsets(index, head, column, HEADS: tl.constexpr, K: tl.constexpr, V:
     """Return the offsets of columns of a head's state, [K, W], in a tensor [..., heads, K, V]."""
     first = (index.to(tl.int64) * HEADS + head) * (K * V) + column
     return first + tl.arange(0, K)[:, None] * V + tl.arange(0, W)[None, :]
+
+
+@triton.jit
+def _fork_offsets(
+    index, head, column, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Return the offsets of columns of a head's state, [K, W], at a fork or in a slot; there, -1 for padding."""
+    if SLOT_STRIDE == 0:
+        offsets = _state_offsets(index, head, column, HEADS, K, V, W)
+    else:
+        row, own_column = tl.arange(0, K)[:, None], column + tl.arange(0, W)[None, :]
+        first = index.to(tl.int64) * SLOT_STRIDE + head * (KEY_DIM * VALUE_DIM)
+        offsets = tl.where((row < KEY_DIM) & (own_column < VALUE_DIM), first + row * VALUE_DIM + own_column, -1)
+    return offsets
 
 
 @triton.jit
@@ -174,14 +194,18 @@ def _pass_states(
     KEY, U, W, DECAY, CHUNKS, TRACK_CHUNKS, TRACKS, STATES, NEW, FORK_STATES, first_track,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Take columns of a head's state along a track: store S₀ and N of each chunk, and the state at each fork."""
+    """Take columns of a head's state along a track: store S₀ and N of each chunk, and the state at each fork.
+
+    In the engine, a track has adjacent chunks, and forks are slots of KEY_DIM x VALUE_DIM states, SLOT_STRIDE apart.
+    """
     column, head, track = tl.program_id(0) * BV, tl.program_id(1), first_track + tl.program_id(2)
     fork = tl.load(TRACKS + 3 * track + 2)
-    offsets = _state_offsets(tl.maximum(fork, 0), head, column, HEADS, K, V, BV)
+    offsets = _fork_offsets(tl.maximum(fork, 0), head, column, HEADS, K, V, BV, SLOT_STRIDE, KEY_DIM, VALUE_DIM)
     state = tl.load(FORK_STATES + offsets, mask=(fork >= 0) & (offsets >= 0), other=0.0)
     for index in range(tl.load(TRACKS + 3 * track), tl.load(TRACKS + 3 * track + 1)):
-        chunk = tl.load(TRACK_CHUNKS + index)
+        chunk = index if TRACK_CHUNKS is None else tl.load(TRACK_CHUNKS + index)
         start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
         narrow = state.to(STATES.dtype.element_ty)
         tl.store(STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV), narrow)
@@ -196,7 +220,11 @@ def _pass_states(
         state = tl.dot(tl.trans(key), remaining, state * tl.exp(last), input_precision=PRECISION)
         own_fork = tl.load(CHUNKS + 3 * chunk + 2)
         if own_fork >= 0:
-            tl.store(FORK_STATES + _state_offsets(own_fork, head, column, HEADS, K, V, BV), state)
+            offsets = _fork_offsets(own_fork, head, column, HEADS, K, V, BV, SLOT_STRIDE, KEY_DIM, VALUE_DIM)
+            if SLOT_STRIDE == 0:
+                tl.store(FORK_STATES + offsets, state)
+            else:
+                tl.store(FORK_STATES + offsets, state, mask=offsets >= 0)
 
 
 @triton.jit
@@ -420,20 +448,69 @@ def gated_delta_rule_op(
     [tracks, 3] where a track begins and ends in them, and its fork, `fork_tracks` [forks + 1] the first track of each
     fork, and `rounds` [rounds + 1], on the CPU, the first track of each round.
     """
+    out, bounds = value.new_empty(value.shape), rounds.tolist()
+    inputs, tables = (query, key, value, log_decay, strength), (chunks, track_chunks, tracks)
+    fork_states = _new_fork_states(query, value, fork_tracks)
+    return out, *_compute_tracks(*inputs, *tables, fork_states, bounds, out, chunk_size, scale)
+
+
+def continue_tracks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    chunks: Tensor,
+    tracks: Tensor,
+    states: Tensor,
+    out: Tensor,
+    chunk_size: int,
+    scale: float,
+) -> None:
+    """Write the outputs of sequences, whose `states` [slots, heads, key_dim, value_dim] change in place.
+
+    `chunks` and `tracks` have slots in place of forks (see `StepSequences`). Heads of queries, keys, values and outputs
+    have the widths of `round_up_width`, padded with zeros; the heads of a state have their own.
+    """
+    tables = chunks, None, tracks
+    bounds = [0, len(tracks)]
+    slots = {"SLOT_STRIDE": states.stride(0), "KEY_DIM": states.shape[2], "VALUE_DIM": states.shape[3]}
+    _compute_tracks(query, key, value, log_decay, strength, *tables, states, bounds, out, chunk_size, scale, slots)
+
+
+def round_up_width(width: int) -> int:
+    """Return the width to which the heads of queries, keys or values are padded."""
+    return max(MIN_WIDTH, 1 << (width - 1).bit_length())
+
+
+def _compute_tracks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    chunks: Tensor,
+    track_chunks: Tensor | None,
+    tracks: Tensor,
+    fork_states: Tensor,
+    bounds: list[int],
+    out: Tensor,
+    chunk_size: int,
+    scale: float,
+    slots: dict[str, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Write the outputs of all tracks; return G and T. `bounds` are the first track of each round, and their number."""
     sizes = _get_sizes(query, value, chunk_size)
     grid = sizes["HEADS"], len(chunks)
-    decay, inverse, out = (
-        torch.empty_like(log_decay),
-        value.new_empty(*value.shape[:2], chunk_size),
-        value.new_empty(value.shape),
-    )
+    decay, inverse = torch.empty_like(log_decay), value.new_empty(*value.shape[:2], chunk_size)
     _solve[grid](key, log_decay, strength, chunks, decay, inverse, **_get_constants("_solve", sizes, value))
+    tables = chunks, track_chunks, tracks
     states, new, _, _ = _compute_states(
-        key, value, decay, strength, inverse, chunks, track_chunks, tracks, fork_tracks, rounds, sizes
+        key, value, decay, strength, inverse, *tables, fork_states, bounds, sizes, slots
     )
     constants = _get_constants("_compute_outputs", sizes, value)
     _compute_outputs[grid](query, key, new, decay, states, chunks, out, scale, **constants)
-    return out, decay, inverse
+    return decay, inverse
 
 
 def _compute_states(
@@ -443,11 +520,12 @@ def _compute_states(
     strength: Tensor,
     inverse: Tensor,
     chunks: Tensor,
-    track_chunks: Tensor,
+    track_chunks: Tensor | None,
     tracks: Tensor,
-    fork_tracks: Tensor,
-    rounds: Tensor,
+    fork_states: Tensor,
+    bounds: list[int],
     sizes: dict[str, int],
+    slots: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return S₀ of each chunk, and N, U and W of each token."""
     heads, key_dim, value_dim = sizes["HEADS"], sizes["K"], sizes["V"]
@@ -455,13 +533,17 @@ def _compute_states(
     constants = _get_constants("_transform", sizes, value)
     _transform[heads, len(chunks)](key, value, decay, strength, inverse, chunks, u, w, **constants)
     states, new = value.new_empty(len(chunks), heads, key_dim, value_dim), torch.empty_like(value)
-    fork_states = value.new_empty(len(fork_tracks), heads, key_dim, value_dim, dtype=torch.float32)
     constants = _get_constants("_pass_states", sizes, value)
-    for first, stop in pairwise(rounds.tolist()):
+    constants |= slots or {"SLOT_STRIDE": 0, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
+    for first, stop in pairwise(bounds):
         _pass_states[value_dim // constants["BV"], heads, stop - first](
             key, u, w, decay, chunks, track_chunks, tracks, states, new, fork_states, first, **constants
         )
     return states, new, u, w
+
+
+def _new_fork_states(query: Tensor, value: Tensor, fork_tracks: Tensor) -> Tensor:
+    return value.new_empty(len(fork_tracks), value.shape[1], query.shape[2], value.shape[2], dtype=torch.float32)
 
 
 @torch.library.custom_op("ramify::gated_delta_rule_backward", mutates_args=())
@@ -484,13 +566,12 @@ def gated_delta_rule_backward_op(
     """Return the gradients of the inputs."""
     sizes = _get_sizes(query, value, chunk_size)
     heads, key_heads, value_dim = sizes["HEADS"], sizes["KEY_HEADS"], sizes["V"]
-    states, new, u, w = _compute_states(
-        key, value, decay, strength, inverse, chunks, track_chunks, tracks, fork_tracks, rounds, sizes
-    )
+    tables, bounds = (chunks, track_chunks, tracks), rounds.tolist()
+    fork_states = _new_fork_states(query, value, fork_tracks)
+    states, new, u, w = _compute_states(key, value, decay, strength, inverse, *tables, fork_states, bounds, sizes)
     d_states, d_new = torch.empty_like(states), torch.empty_like(new)
     constants = _get_constants("_backward_outputs", sizes, value)
     _backward_outputs[heads, len(chunks)](query, key, decay, grad, chunks, d_new, scale, **constants)
-    bounds = rounds.tolist()
     num_roots = bounds[1]
     d_starts = states.new_empty(max(1, len(tracks) - num_roots), *states.shape[1:], dtype=torch.float32)
     constants = _get_constants("_pass_gradients", sizes, value)

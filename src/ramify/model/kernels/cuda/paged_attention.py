@@ -22,6 +22,7 @@ from torch import Tensor
 from ramify.model.kernels.attention_plan import HEADER_INTS, ITEM_INTS, AttentionPlan, KernelShape, build_plan
 from ramify.model.kernels.cuda.scores import LOG2E, MASKED_SCORE, start_sums, tanh
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool, StepSequences
+from ramify.model.kernels.recurrent_ops import plan_chunks
 from ramify.model.kernels.state_pool import StatePool
 
 HEADER = tl.constexpr(HEADER_INTS)
@@ -383,6 +384,7 @@ def plan_one_sequence(
     positions = torch.arange(start, stop, device=slots.device)
     bounds = torch.tensor([0, stop - start], dtype=torch.int32, device=slots.device)
     rows = torch.zeros(stop - start, dtype=torch.int32, device=slots.device)
-    sequences = StepSequences(rows, bounds[:1], bounds[1:], rows[:1])
+    chunks, tracks = torch.from_numpy(plan_chunks([0], [stop - start], [0])).to(slots.device)
+    sequences = StepSequences(rows, bounds[:1], bounds[1:], rows[:1], chunks, tracks)
     device_plan = DevicePlan(torch.from_numpy(plan.data).to(slots.device), positions, kernels, sequences)
     return AttentionMetadata(pool, positions, plan=device_plan, states=states)

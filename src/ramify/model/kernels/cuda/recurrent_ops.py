@@ -2,8 +2,9 @@
 
 The gated delta rule is three kernels: the convolution with its window, the rule itself, and the norm with its gate. A
 program of the rule holds a part of one sequence's matrix in registers and goes through the sequence's rows, in a decode
-step a single one. So a step may mix decoding with chunks of prompts and be a CUDA graph. A gated short convolution is
-the first kernel alone, with gates before and after it instead of an activation.
+step a single one. Sequences with many rows go through the rule in chunks, by the trainer's kernels. Which rows are
+whose is data: a step may mix decoding with parts of prompts and be a CUDA graph. A gated short convolution is the first
+kernel alone, with gates before and after it instead of an activation.
 """
 # ruff: noqa: ANN001, ANN202, N803 - of kernels, whose arguments are pointers and constants
 
@@ -12,8 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ramify.model.kernels.cuda.delta_rule import continue_tracks, round_up_width
 from ramify.model.kernels.paged_attention import StepSequences
-from ramify.model.kernels.recurrent_ops import KEY_NORM_EPS, DeltaRuleWeights, RecurrentWeights, ShortConvWeights
+from ramify.model.kernels.recurrent_ops import (
+    CHUNK_SIZE,
+    KEY_NORM_EPS,
+    MIN_CHUNK_ROWS,
+    DeltaRuleWeights,
+    RecurrentWeights,
+    ShortConvWeights,
+)
 from ramify.model.kernels.state_pool import StatePool
 
 CONV_BLOCK = 512  # channels
@@ -99,13 +108,16 @@ def _load_input(PROJECTED, row, row_stride, channel, mask, CHANNELS: tl.constexp
 @triton.jit
 def _apply_rule(
     MIXED, PROJECTED, LOG_RATE, STEP_BIAS, STATES, OUT, START, STOP, SLOT, row_stride, slot_stride, first_strength,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, OUT_DIM: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, CHUNK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Go through the rows of a sequence with a part of a head's state, of which the values are columns."""
+    """Go through the rows of a sequence with a part of a head's state, of which the values are columns.
+
+    Sequences with CHUNK_ROWS rows or more are left to the chunks.
+    """
     sequence, head = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(START + sequence), tl.load(STOP + sequence)
-    if start < stop:
+    if (start < stop) & (stop - start < CHUNK_ROWS):
         value = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
         key = tl.arange(0, KEYS)
         is_key, is_value = key < KEY_DIM, value < VALUE_DIM
@@ -122,33 +134,71 @@ def _apply_rule(
             k = tl.load(mixed + (KEY_HEADS + key_head) * KEY_DIM + key, mask=is_key, other=0.0).to(tl.float32)
             v = tl.load(mixed + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value, mask=is_value, other=0.0)
             strength = tl.sigmoid(tl.load(numbers).to(tl.float32))
-            step = tl.load(numbers + HEADS).to(tl.float32) + bias
-            step = tl.where(step > 20.0, step, tl.log(1 + tl.exp(tl.minimum(step, 20.0))))
+            step = _softplus(tl.load(numbers + HEADS).to(tl.float32) + bias)
             q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
             k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
             state *= tl.exp(-rate * step)
             added = (v.to(tl.float32) - tl.sum(state * k[:, None], 0)) * strength
             state += k[:, None] * added[None, :]
             out = tl.sum(state * q[:, None], 0)
-            target = OUT + (tl.cast(row, tl.int64) * HEADS + head) * VALUE_DIM + value
+            target = OUT + (tl.cast(row, tl.int64) * HEADS + head) * OUT_DIM + value
             tl.store(target, out.to(OUT.dtype.element_ty), mask=is_value)
         tl.store(pointers, state, mask=mask)
 
 
 @triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _split_chunk(
+    MIXED, PROJECTED, LOG_RATE, STEP_BIAS, CHUNKS, QUERY, KEY, VALUE, LOG_DECAY, STRENGTH, row_stride, first_strength,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Write a head's normalized query and key, its value, log decay and strength at each row of a chunk."""
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.load(CHUNKS + 3 * chunk) + tl.arange(0, C)
+    is_row, row = row < tl.load(CHUNKS + 3 * chunk + 1), row.to(tl.int64)
+    mixed = MIXED + row[:, None] * (2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM)
+    if head < KEY_HEADS:
+        column = tl.arange(0, K)[None, :]
+        offsets, mask = (row[:, None] * KEY_HEADS + head) * K + column, is_row[:, None] & (column < KEY_DIM)
+        q = tl.load(mixed + head * KEY_DIM + column, mask=mask, other=0.0).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, 1) + EPS)[:, None]
+        tl.store(QUERY + offsets, q.to(QUERY.dtype.element_ty), mask=is_row[:, None])
+        k = tl.load(mixed + (KEY_HEADS + head) * KEY_DIM + column, mask=mask, other=0.0).to(tl.float32)
+        k *= tl.rsqrt(tl.sum(k * k, 1) + EPS)[:, None]
+        tl.store(KEY + offsets, k.to(KEY.dtype.element_ty), mask=is_row[:, None])
+    column = tl.arange(0, V)[None, :]
+    source = mixed + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+    v = tl.load(source, mask=is_row[:, None] & (column < VALUE_DIM), other=0.0)
+    tl.store(VALUE + (row[:, None] * HEADS + head) * V + column, v, mask=is_row[:, None])
+    numbers = PROJECTED + row * row_stride + first_strength + head
+    strength = tl.sigmoid(tl.load(numbers, mask=is_row, other=0.0).to(tl.float32))
+    bias, log_rate = tl.load(STEP_BIAS + head).to(tl.float32), tl.load(LOG_RATE + head).to(tl.float32)
+    step = _softplus(tl.load(numbers + HEADS, mask=is_row, other=0.0).to(tl.float32) + bias)
+    tl.store(STRENGTH + row * HEADS + head, strength, mask=is_row)
+    tl.store(LOG_DECAY + row * HEADS + head, -tl.exp(log_rate) * step, mask=is_row)
+
+
+@triton.jit
 def _norm_and_gate(
     X, PROJECTED, WEIGHT, row_stride, first_gate,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUES: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, X_DIM: tl.constexpr, VALUES: tl.constexpr, TILE: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
     """Normalize each head of a row in place, and multiply it by SiLU of its gate."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     value = tl.arange(0, VALUES)[None, :]
-    mask, offsets = (head < HEADS) & (value < VALUE_DIM), head * VALUE_DIM + value
-    x = tl.load(X + row * (HEADS * VALUE_DIM) + offsets, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(PROJECTED + row * row_stride + first_gate + offsets, mask=mask, other=0.0).to(tl.float32)
+    mask, own = (head < HEADS) & (value < VALUE_DIM), X + (row * HEADS + head) * X_DIM + value
+    x = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+    gates = PROJECTED + row * row_stride + first_gate
+    gate = tl.load(gates + head * VALUE_DIM + value, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(WEIGHT + value, mask=value < VALUE_DIM, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 1) / VALUE_DIM + EPS)[:, None] * weight * gate / (1 + tl.exp(-gate))
-    tl.store(X + row * (HEADS * VALUE_DIM) + offsets, x.to(X.dtype.element_ty), mask=mask)
+    tl.store(own, x.to(X.dtype.element_ty), mask=mask)
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
@@ -191,19 +241,45 @@ def compute_delta_rule(
     windows, matrices = states.get_tensor(layer, "conv"), states.get_tensor(layer, "recurrent")
     rows, heads, value_dim = len(projected), weights.heads, weights.value_dim
     mixed = _convolve_rows(weights.conv, None, projected, sequences, windows, is_gated=False)
-    out = torch.empty(rows, heads * value_dim, dtype=projected.dtype, device=projected.device)
+    width_out = round_up_width(value_dim)
+    out = torch.empty(rows, heads, width_out, dtype=projected.dtype, device=projected.device)
     bounds = sequences.start, sequences.stop, sequences.state_slot
     row_stride, first_gate = projected.stride(0), len(weights.conv)
     values = min(VALUES_PER_PROGRAM, triton.next_power_of_2(value_dim))
     _apply_rule[(len(sequences.start), heads, triton.cdiv(value_dim, values))](
         mixed, projected, weights.log_rate, weights.step_bias, matrices, out, *bounds, row_stride, matrices.stride(0),
         first_gate + heads * value_dim,
-        HEADS=heads, KEY_HEADS=weights.key_heads, KEY_DIM=weights.key_dim, VALUE_DIM=value_dim,
+        HEADS=heads, KEY_HEADS=weights.key_heads, KEY_DIM=weights.key_dim, VALUE_DIM=value_dim, OUT_DIM=width_out,
         KEYS=triton.next_power_of_2(weights.key_dim), VALUES=values, EPS=KEY_NORM_EPS, SCALE=weights.key_dim**-0.5,
-        num_warps=4,
+        CHUNK_ROWS=MIN_CHUNK_ROWS, num_warps=4,
     )  # fmt: skip
+    if len(sequences.chunks):
+        _apply_rule_to_chunks(weights, mixed, projected, sequences, matrices, out)
     _norm_and_gate[(rows, triton.cdiv(heads, HEADS_PER_PROGRAM))](
-        out, projected, weights.norm, row_stride, first_gate, HEADS=heads, VALUE_DIM=value_dim,
+        out, projected, weights.norm, row_stride, first_gate, HEADS=heads, VALUE_DIM=value_dim, X_DIM=width_out,
         VALUES=triton.next_power_of_2(value_dim), TILE=HEADS_PER_PROGRAM, EPS=eps, num_warps=4,
     )  # fmt: skip
-    return out
+    return out[..., :value_dim].flatten(1)  # a copy only of padded heads
+
+
+def _apply_rule_to_chunks(
+    weights: DeltaRuleWeights,
+    mixed: Tensor,
+    projected: Tensor,
+    sequences: StepSequences,
+    matrices: Tensor,
+    out: Tensor,
+) -> None:
+    """Write the outputs of the long sequences, [rows, heads, padded value_dim], and change their matrices."""
+    rows, heads, key_heads, scalars = len(mixed), weights.heads, weights.key_heads, {"dtype": torch.float32}
+    value = torch.empty_like(out)
+    query, key = (mixed.new_empty(rows, key_heads, round_up_width(weights.key_dim)) for _ in range(2))
+    log_decay, strength = (mixed.new_empty(rows, heads, **scalars) for _ in range(2))
+    parts = query, key, value, log_decay, strength
+    _split_chunk[(heads, len(sequences.chunks))](
+        mixed, projected, weights.log_rate, weights.step_bias, sequences.chunks, *parts,
+        projected.stride(0), sum(weights.widths[:2]),
+        HEADS=heads, KEY_HEADS=key_heads, KEY_DIM=weights.key_dim, VALUE_DIM=weights.value_dim,
+        K=key.shape[2], V=value.shape[2], C=CHUNK_SIZE, EPS=KEY_NORM_EPS, num_warps=8,
+    )  # fmt: skip
+    continue_tracks(*parts, sequences.chunks, sequences.tracks, matrices, out, CHUNK_SIZE, weights.key_dim**-0.5)
