@@ -20,7 +20,6 @@ from tests.support.models import build_core, reference, run, sampled_ids, scores
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-HYBRIDS = {"qwen3_5_text": LINEAR, "olmo_hybrid": LINEAR, "lfm2": {"layer_types": ["conv", "full_attention"]}}
 
 
 @pytest.mark.parametrize(
@@ -64,19 +63,34 @@ def test_unsupported_attention_is_rejected(model_type, message, tmp_path):
 
 OWN_CODE: dict[str, dict[str, Any]] = {
     "afmoe": {},
-    "phi3": {},
     "opt": {},
     "gpt_oss": {"initializer_range": 0.3, "sliding_window": 9},
     "gemma2": {"initializer_range": 0.3, "sliding_window": 9, "attn_logit_softcapping": 1.0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
-    **HYBRIDS,
+    "olmo_hybrid": LINEAR,
+}
+FUSED: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": LINEAR,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "phi3": {"initializer_range": 0.3},
+    "seed_oss": {"initializer_range": 0.3},
+    "smollm3": {"initializer_range": 0.3, "no_rope_layers": [1, 0]},
+    "granite": {
+        "initializer_range": 0.3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.7,
+        "logits_scaling": 5.0,
+    },
 }
 
 
-@pytest.mark.parametrize("model_type", OWN_CODE)
-def test_model_without_fused_forward_runs_its_own_code(model_type, tmp_path):
-    settings = OWN_CODE[model_type]
+@pytest.mark.parametrize("model_type", OWN_CODE | FUSED)
+def test_models_have_the_logprobs_of_transformers(model_type, tmp_path):
+    """Those without a fused forward run their own code."""
+    settings = (OWN_CODE | FUSED)[model_type]
     core = build_core(write_random_model(model_type, tmp_path, **settings), max_num_batched_tokens=16)
+    assert (core.runner.fused_model is not None) == (model_type in FUSED)
     requests = [
         core.create_request([5, 6, 7 + index] * 5, SamplingParams(max_tokens=5, seed=index)) for index in range(3)
     ]

@@ -25,14 +25,16 @@ from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.lora import LoraLinear
 from ramify.model.vision import build_image_inputs
 
-# Pre-norm, rotary in halves, gated SiLU. The three positions of a text token of Qwen3-VL are equal, so it is rotated as
-# in Qwen3; steps with image tokens run `build_image_forward`.
+# Pre-norm, rotary in halves or not at all, gated SiLU. The three positions of a text token of Qwen3-VL are equal, so it
+# is rotated as in Qwen3; steps with image tokens run `build_image_forward`.
 SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text", "qwen3_5_text", "lfm2"}
+SUPPORTED_MODEL_TYPES |= {"granite", "phi3", "seed_oss", "smollm3"}
 ZERO_CENTERED_NORM_TYPES = {"qwen3_5_text"}  # their norms multiply by 1 + weight
 # The names that the families have for the linear maps of a layer, in the order in which they become one product.
-INPUT_NAMES = ("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj")
+INPUT_NAMES = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+INPUT_NAMES += ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj")  # of recurrent layers
 OUTPUT_NAMES = ("o_proj", "out_proj")
-GATE_UP_NAMES, DOWN_NAMES = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
+GATE_UP_NAMES, DOWN_NAMES = ("gate_proj", "up_proj", "w1", "w3", "gate_up_proj"), ("down_proj", "w2")
 MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # relative ones of logits, for `_check_logits`
 ForwardFn = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
 """(ids, positions, attention metadata, logit rows) -> logits of these rows, [logit rows, vocab]."""
@@ -46,6 +48,10 @@ class FusedModel:
         norm, mlp = _get_part(core, "norm", "embedding_norm"), _get_mlp(core.layers[0])
         attention = next(layer.self_attn for layer in core.layers if hasattr(layer, "self_attn"))
         embedding, layers = core.embed_tokens.weight, [_fuse_layer(layer) for layer in core.layers]
+        # A norm does not depend on the scale of what it reads, except for eps. So instead of what layers add to the
+        # residuals, the embeddings are scaled, by the inverse.
+        residual_scale = getattr(config, "residual_multiplier", 1.0)
+        qkv_width = sum(linear.out_features for linear in _list_parts(attention, *INPUT_NAMES))
         linears = [module for module in core.layers.modules() if isinstance(module, LoraLinear)]
         self.sizes = DecoderSizes(
             heads=config.num_attention_heads,
@@ -53,12 +59,14 @@ class FusedModel:
             head_dim=attention.head_dim,
             hidden=config.hidden_size,
             inner=_list_parts(mlp, *DOWN_NAMES)[0].in_features,
-            eps=_get_part(config, "rms_norm_eps", "norm_eps"),
+            eps=_get_part(config, "rms_norm_eps", "norm_eps") / residual_scale**2,
             scaling=attention.scaling,
             adapter_rank=max((len(adapter.up) for layer in layers for adapter in layer.adapters), default=0),
             adapter_scaling=linears[0].scaling if linears else 0.0,
             norm_offset=1.0 if config.model_type in ZERO_CENTERED_NORM_TYPES else 0.0,
-            has_gate=attention.q_proj.out_features > config.num_attention_heads * attention.head_dim,
+            has_gate=qkv_width > (config.num_attention_heads + 2 * config.num_key_value_heads) * attention.head_dim,
+            embedding_scale=getattr(config, "embedding_multiplier", 1.0) / residual_scale,
+            logit_scale=1.0 / getattr(config, "logits_scaling", 1.0),
         )
         all_positions = torch.arange(config.max_position_embeddings, device=embedding.device).unsqueeze(0)
         if hasattr(core.rotary_emb, "mrope_section"):
@@ -232,6 +240,7 @@ def _fuse_layer(layer: Any) -> LayerWeights:
         gate_up_adapter=_concat_adapters(*gate_up_linears),
         down_adapter=_concat_adapters(down),
         recurrent=None if hasattr(layer, "self_attn") else _read_recurrent(mixer),
+        has_rope=bool(getattr(mixer, "use_rope", True)),
     )
 
 

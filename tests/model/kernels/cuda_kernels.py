@@ -306,12 +306,13 @@ def test_gated_short_convolution_equals_plain_pytorch(channels, width, has_bias)
         torch.testing.assert_close(pools[0].tensors, pools[1].tensors)
 
 
-def test_rotation_of_gated_queries_equals_plain_formulas():
+@pytest.mark.parametrize("rotated", [8, 0])
+def test_rotation_of_gated_queries_equals_plain_formulas(rotated):
     """A part of each head is rotated, a gate follows each query, and the weights of the norms have an offset."""
     from ramify.model.kernels.cuda.decoder import _gate_heads, _rotate_and_cache
 
     torch.manual_seed(0)
-    rows, heads, kv_heads, width, rotated = 3, 3, 1, 16, 8
+    rows, heads, kv_heads, width = 3, 3, 1, 16
     qkv = torch.randn(rows, (2 * heads + 2 * kv_heads) * width, device=DEVICE)
     rope, norms = torch.randn(20, 2 * rotated, device=DEVICE), torch.randn(2, width, device=DEVICE)
     positions, slots = torch.tensor([[3, 0, 19], [2, 0, 1]], dtype=torch.int32, device=DEVICE)

@@ -125,10 +125,7 @@ def run_decoder(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
 
 
 def run_gated_layers(key_heads: int, heads: int, width: int, dtype: torch.dtype) -> None:
-    """Run a layer with the gated delta rule, and rotate and gate the heads of an attention layer, as in Qwen3.5.
-
-    A sequence has enough rows for chunks.
-    """
+    """Run a layer with the gated delta rule, and gate the heads of attention layers, of which one has no rotation."""
     from ramify.model.kernels.cuda.decoder import CudaDecoderOps
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -150,7 +147,7 @@ def run_gated_layers(key_heads: int, heads: int, width: int, dtype: torch.dtype)
         "down": zeros(hidden, hidden),
     }
     recurrent = {**attention, "qkv": zeros(hidden, sum(delta_rule.widths)), "recurrent": delta_rule}
-    layers = [LayerWeights(**recurrent), LayerWeights(**attention)]
+    layers = [LayerWeights(**recurrent), LayerWeights(**attention), LayerWeights(**attention, has_rope=False)]
     rope, rows = zeros(64, width // 2, dtype=torch.float32), zeros(num_rows, dtype=torch.int32)
     weights = DecoderWeights(zeros(50, hidden), rope, zeros(hidden), zeros(50, hidden), None, layers)
     specs = [
@@ -158,10 +155,8 @@ def run_gated_layers(key_heads: int, heads: int, width: int, dtype: torch.dtype)
         StateSpec(0, "recurrent", 0, (heads, width, width), torch.float32),
     ]
     sizes = DecoderSizes(heads, 2, width, hidden, hidden, 1e-6, 0.1, norm_offset=1.0, has_gate=True)
-    chunks, tracks = torch.from_numpy(plan_chunks([0], [num_rows], [0]))
-    sequences = StepSequences(rows, rows, rows, rows, chunks, tracks)
-    plan = DevicePlan(rows, rows, lambda query, *_, **__: query.contiguous(), sequences)
-    pool, states = KVPool(1, 4, 16, 2, width, dtype, "cpu", [1]), StatePool(specs, 1, torch.device("cpu"))
+    plan = DevicePlan(rows, rows, lambda query, *_, **__: query.contiguous(), StepSequences(rows, rows, rows, rows))
+    pool, states = KVPool(2, 4, 16, 2, width, dtype, "cpu", [1, 2]), StatePool(specs, 1, torch.device("cpu"))
     CudaDecoderOps(sizes).forward(weights, rows, rows, AttentionMetadata(pool, rows, plan=plan, states=states), rows)
 
 

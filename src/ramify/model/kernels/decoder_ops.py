@@ -31,6 +31,8 @@ class DecoderSizes:
     adapter_scaling: float = 0.0
     norm_offset: float = 0.0  # added to the weights of norms
     has_gate: bool = False  # whether a query is followed by a gate for the output of its head
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class LayerWeights:
     gate_up_adapter: AdapterWeights | None = None
     down_adapter: AdapterWeights | None = None
     recurrent: RecurrentWeights | None = None
+    has_rope: bool = True  # whether queries and keys are rotated
 
     @property
     def adapters(self) -> list[AdapterWeights]:
@@ -123,7 +126,8 @@ class DecoderOps:
         logit_rows: Tensor,
     ) -> Tensor:
         """Return the logits of `logit_rows`, which ascend, [len(logit_rows), vocab]."""
-        hidden, rope = F.embedding(ids, weights.embedding), F.embedding(positions, weights.rope_table)
+        hidden = scale_rows(F.embedding(ids, weights.embedding), self.sizes.embedding_scale)
+        rope = F.embedding(positions, weights.rope_table)
         for index, layer in enumerate(weights.layers):
             if layer.recurrent is None:
                 kv_index = attn_metadata.pool.layer_index[index]
@@ -135,7 +139,8 @@ class DecoderOps:
             if is_last and len(logit_rows) < len(hidden):  # the other rows only had to write keys and values
                 attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
             hidden = self.project_out_and_mlp(layer, attn_output, hidden)
-        logits = self.matmul(self.norm(hidden, weights.norm), weights.head.t())
+        normed = scale_rows(self.norm(hidden, weights.norm), self.sizes.logit_scale)
+        logits = self.matmul(normed, weights.head.t())
         return logits if weights.head_bias is None else logits + weights.head_bias
 
     def project_qkv(
@@ -157,7 +162,7 @@ class DecoderOps:
         cos, sin = rope.unsqueeze(1).chunk(2, -1)
         # Without gates between them, queries and keys are one product.
         parts = (query, key) if sizes.has_gate else (qkv[:, : -kv_width // 2].view(len(qkv), -1, sizes.head_dim),)
-        for part in parts:
+        for part in parts if layer.has_rope else ():
             rotated = part[..., : cos.shape[-1]]
             torch.addcmul(rotated * cos, rotated.roll(cos.shape[-1] // 2, -1), sin, out=rotated)
         write_kv(attn_metadata, layer_index, qkv[:, -kv_width:])
@@ -213,3 +218,8 @@ class DecoderOps:
     def _get_keys(self, qkv: Tensor) -> Tensor:
         kv_heads, head_dim = self.sizes.kv_heads, self.sizes.head_dim
         return qkv[:, -2 * kv_heads * head_dim : -kv_heads * head_dim].view(-1, kv_heads, head_dim)
+
+
+def scale_rows(rows: Tensor, scale: float) -> Tensor:
+    """Multiply rows in place."""
+    return rows if scale == 1.0 else rows.mul_(scale)

@@ -226,7 +226,8 @@ void forward(Sgemm *sgemm, Parallel *parallel, int64_t threads, const DecoderWei
     float *hidden = memory, *rope = hidden + rows * HIDDEN;
     float *qkv = rope + rows * 2 * HEAD_DIM, *attn_out = qkv + rows * QKV_WIDTH;
     for (int64_t row = 0; row < rows; row++) {
-        copy(hidden + row * HIDDEN, model->embedding + ids[row] * HIDDEN, HIDDEN);
+        const float *embedding = model->embedding + ids[row] * HIDDEN;
+        for (int64_t j = 0; j < HIDDEN; j++) hidden[row * HIDDEN + j] = embedding[j] * EMBEDDING_SCALE;
         copy(rope + row * 2 * HEAD_DIM, model->rope_table + positions[row] * 2 * HEAD_DIM, 2 * HEAD_DIM);
     }
     for (int64_t i = 0; i < num_layers; i++) {
@@ -242,8 +243,8 @@ void forward(Sgemm *sgemm, Parallel *parallel, int64_t threads, const DecoderWei
     project_out_and_mlp(sgemm, layers[num_layers - 1], attn_out, hidden, num_logits);
     norm_rows(hidden, model->norm, hidden, num_logits);
     const int count = num_logits, in = HIDDEN, out = vocab;
-    const float one = 1, zero = 0;
-    sgemm("T", "N", &out, &count, &in, &one, model->head, &in, hidden, &in, &zero, logits, &out);
+    const float scale = LOGIT_SCALE, zero = 0;
+    sgemm("T", "N", &out, &count, &in, &scale, model->head, &in, hidden, &in, &zero, logits, &out);
     for (int64_t row = 0; row < num_logits && model->head_bias; row++)
         for (int64_t j = 0; j < vocab; j++) logits[row * vocab + j] += model->head_bias[j];
     free(memory);

@@ -33,6 +33,8 @@ class CompiledDecoderOps(DecoderOps):
 
     def __init__(self, sizes: DecoderSizes, weights: DecoderWeights) -> None:
         check_placement(weights, torch.float32)
+        if weights.rope_table.shape[1] < 2 * sizes.head_dim or not all(layer.has_rope for layer in weights.layers):
+            raise CLibraryUnavailable("not all of a head is rotated in every layer")
         super().__init__(sizes, "compiled")
         self.qkv_width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
         self.attention_width = sizes.heads * sizes.head_dim

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent
-from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
+from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights, scale_rows
 from ramify.model.kernels.paged_attention import AttentionMetadata
 from ramify.model.kernels.recurrent_ops import RecurrentWeights
 
@@ -139,7 +139,7 @@ class CudaDecoderOps(DecoderOps):
         logit_rows: Tensor,
     ) -> Tensor:
         """Return the logits of `logit_rows`, [len(logit_rows), vocab]."""
-        hidden = F.embedding(ids, weights.embedding)
+        hidden = scale_rows(F.embedding(ids, weights.embedding), self.sizes.embedding_scale)
         addend: Tensor | None = None  # to be added to `hidden`, with the next norm
         for index, layer in enumerate(weights.layers):
             normed = self._add_norm(addend, hidden, layer.norm)
@@ -157,7 +157,8 @@ class CudaDecoderOps(DecoderOps):
             gate_up = self.add_adapter(torch.mm(normed, layer.gate_up), normed, layer.gate_up_adapter)
             inner = self._multiply_silu(gate_up)
             addend = self.add_adapter(torch.mm(inner, layer.down), inner, layer.down_adapter)
-        return self._project(self._add_norm(addend, hidden, weights.norm), weights.head.t(), weights.head_bias)
+        normed = scale_rows(self._add_norm(addend, hidden, weights.norm), self.sizes.logit_scale)
+        return self._project(normed, weights.head.t(), weights.head_bias)
 
     def _project(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
@@ -186,14 +187,14 @@ class CudaDecoderOps(DecoderOps):
         sizes = self.sizes
         qkv = self.add_adapter(torch.mm(normed, layer.qkv), normed, layer.qkv_adapter)
         num_heads, query_stride = sizes.heads + 2 * sizes.kv_heads, sizes.head_dim * (2 if sizes.has_gate else 1)
-        has_norm = layer.q_norm is not None
+        has_norm, num_rotated = layer.q_norm is not None, rope_table.shape[1] // 2 if layer.has_rope else 0
         _rotate_and_cache[(len(qkv), triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
             qkv, qkv if layer.qkv_bias is None else layer.qkv_bias,
             layer.q_norm if has_norm else qkv, layer.k_norm if has_norm else qkv,
             rope_table, positions, attn_metadata.slot_mapping, attn_metadata.pool.slots[index],
             HEADS=sizes.heads, KV_HEADS=sizes.kv_heads, D=sizes.head_dim,
             HALF=triton.next_power_of_2(sizes.head_dim // 2), TILE=HEADS_PER_PROGRAM,
-            ROTATED=rope_table.shape[1] // 2, QUERY_STRIDE=query_stride, EPS=sizes.eps, OFFSET=sizes.norm_offset,
+            ROTATED=num_rotated, QUERY_STRIDE=query_stride, EPS=sizes.eps, OFFSET=sizes.norm_offset,
             HAS_BIAS=layer.qkv_bias is not None, HAS_NORM=has_norm, num_warps=2,
         )  # fmt: skip
         return qkv
