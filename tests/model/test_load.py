@@ -16,10 +16,17 @@ from ramify.infer.request import SamplingParams
 from ramify.model.load import load_config, load_engine_model
 from ramify.model.resolve import resolve_model_path
 from ramify.train.memory import ModelSize
-from tests.support.models import build_core, reference, run, sampled_ids, scores, write_llama, write_random_model
-
-LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+from tests.support.models import (
+    FUSED,
+    LINEAR,
+    build_core,
+    reference,
+    run,
+    sampled_ids,
+    scores,
+    write_llama,
+    write_random_model,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,20 +75,6 @@ OWN_CODE: dict[str, dict[str, Any]] = {
     "gemma2": {"initializer_range": 0.3, "sliding_window": 9, "attn_logit_softcapping": 1.0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
     "olmo_hybrid": LINEAR,
-}
-FUSED: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": LINEAR,
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "phi3": {"initializer_range": 0.3},
-    "seed_oss": {"initializer_range": 0.3},
-    "smollm3": {"initializer_range": 0.3, "no_rope_layers": [1, 0]},
-    "granite": {
-        "initializer_range": 0.3,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.3,
-        "attention_multiplier": 0.7,
-        "logits_scaling": 5.0,
-    },
 }
 
 

@@ -5,6 +5,7 @@ import os
 from copy import deepcopy
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,24 @@ RANDOM_MODEL_SIZES = {
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+}
+
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+# Settings of small models with a fused forward, by type, beside RANDOM_MODEL_SIZES.
+FUSED: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": LINEAR,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "phi3": {"initializer_range": 0.3},
+    "seed_oss": {"initializer_range": 0.3},
+    "smollm3": {"initializer_range": 0.3, "no_rope_layers": [1, 0]},
+    "granite": {
+        "initializer_range": 0.3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.7,
+        "logits_scaling": 5.0,
+    },
 }
 
 

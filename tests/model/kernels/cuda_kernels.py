@@ -25,11 +25,17 @@ from ramify.model.forest_recurrence import (
     pass_tracks,
 )
 from ramify.model.forest_segments import ForestSegments
+from ramify.model.fused_model import build_fused_model
 from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
 from ramify.model.kernels.paged_attention import AttentionTile, StepSequences
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, ShortConvWeights
-from ramify.model.kernels.recurrent_ops import compute_delta_rule as reference_delta_rule
+from ramify.model.kernels.recurrent_ops import (
+    MIN_CHUNK_ROWS,
+    DeltaRuleWeights,
+    RecurrentWeights,
+    ShortConvWeights,
+    plan_chunks,
+)
 from ramify.model.kernels.recurrent_ops import compute_recurrent as reference_recurrent
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
@@ -238,14 +244,63 @@ def test_tree_attention_with_sinks_equals_the_reference_forward_and_backward(sof
         assert (actual - expected_grad).norm() <= 1e-5 * expected_grad.norm()
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (6, 6)])
-def test_delta_rule_equals_plain_pytorch(heads, key_heads):
-    """Decoding sequences and chunks, shorter and longer than the window of the convolution, and padding."""
-    from ramify.model.kernels.cuda.recurrent_ops import compute_delta_rule
+class RecurrentSteps:
+    """A recurrent layer, and equal states in slots for the kernels and for plain PyTorch."""
 
+    def __init__(self, weights: RecurrentWeights, columns: int, specs: list[StateSpec]):
+        self.weights, self.columns = weights, columns
+        self.states, self.reference_states = (StatePool(specs, 8, DEVICE) for _ in range(2))
+        for tensor, other in zip(self.states.tensors, self.reference_states.tensors):
+            other.copy_(tensor.normal_())
+
+    def project(self, rows: int) -> torch.Tensor:
+        """Return random rows of the first projection."""
+        return torch.randn(rows, self.columns, device=DEVICE).to(self.weights.conv.dtype)
+
+    def run(self, projected: torch.Tensor, lengths: list[int], slots: list[int], num_unused: int = 0) -> torch.Tensor:
+        """Run a step with the kernels. Unused sequences have a row of padding each, as a graph has."""
+        from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent
+
+        starts, unused = np.cumsum([0, *lengths]), [0] * num_unused
+        padded_rows = (starts[-1] + num_unused) * bool(num_unused)
+        tables = plan_chunks(starts[:-1].tolist(), starts[1:].tolist(), slots, int(padded_rows))
+        numbers = [
+            [*np.repeat(np.arange(len(lengths)), lengths), *(-1 for _ in unused)],
+            [*starts[:-1], *unused],
+            [*starts[1:], *unused],
+            [*slots, *unused],
+            *tables,
+        ]
+        sequences = StepSequences(*(torch.from_numpy(np.asarray(part, dtype=np.int32)).to(DEVICE) for part in numbers))
+        padding = projected.new_full((num_unused, projected.shape[1]), torch.nan)
+        out = compute_recurrent(self.weights, torch.cat([projected, padding]), sequences, self.states, 3, 1e-6)
+        return out[: starts[-1]]
+
+    def run_reference(self, projected: torch.Tensor, lengths: list[int], slots: list[int]) -> torch.Tensor:
+        """Run a step in plain PyTorch, a sequence after the other."""
+        parts = []
+        for rows, slot in zip(projected.split(lengths), slots):
+            index = torch.tensor([slot], device=DEVICE)
+            tile = AttentionTile(0, len(rows), 1, len(rows), index, index, state_slots=index)
+            parts.append(reference_recurrent(self.weights, rows, tile, self.reference_states, 3, 1e-6))
+        return torch.cat(parts)
+
+    def check_short_sequences(self) -> None:
+        """Compare two steps of decoding sequences, sequences shorter and longer than a convolution, and padding."""
+        for lengths, slots in (([1, 1, 2, 3, 9], [5, 1, 0, 4, 2]), ([3, 1, 6, 1, 2], [2, 5, 1, 4, 0])):
+            projected = self.project(sum(lengths))
+            expected = self.run_reference(projected, lengths, slots)
+            torch.testing.assert_close(self.run(projected, lengths, slots, 2), expected, atol=1e-5, rtol=1e-4)
+            for actual, reference_state in zip(self.states.tensors, self.reference_states.tensors):
+                torch.testing.assert_close(actual, reference_state, atol=1e-5, rtol=1e-4)
+
+
+def build_delta_rule_steps(
+    heads: int, key_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype = torch.float32
+) -> RecurrentSteps:
+    """Return steps of a layer with the gated delta rule. Half of its heads forget within a few tokens."""
     torch.manual_seed(heads)
-    key_dim, value_dim, width, lengths, slots = 8, 24, 4, [1, 1, 2, 3, 9], [5, 1, 0, 4, 2]
-    channels = 2 * key_heads * key_dim + heads * value_dim
+    channels, width = 2 * key_heads * key_dim + heads * value_dim, 4
     weights = DeltaRuleWeights(
         torch.randn(channels, width, device=DEVICE).to(dtype),
         torch.tensor([-1.0, 3.0], device=DEVICE).repeat(heads)[:heads].to(dtype),
@@ -257,29 +312,12 @@ def test_delta_rule_equals_plain_pytorch(heads, key_heads):
         StateSpec(3, "conv", 0, (channels, width), dtype),
         StateSpec(3, "recurrent", 0, (heads, key_dim, value_dim), torch.float32),
     ]
-    pools = [StatePool(specs, 6, DEVICE) for _ in range(2)]
-    for tensor, other in zip(pools[0].tensors, pools[1].tensors):
-        other.copy_(tensor.normal_())
-    starts = np.cumsum([0, *lengths]).tolist()
-    projected = torch.randn(starts[-1] + 2, sum(weights.widths), device=DEVICE)
-    numbers = [
-        [*np.repeat(np.arange(5), lengths), -1, -1],
-        [*starts[:-1], 0, 0],
-        [*starts[1:], 0, 0],
-        [*slots, 0, 0],
-    ]
-    sequences = StepSequences(*(torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in numbers))
-    out = compute_delta_rule(weights, projected, sequences, pools[0], 3, 1e-6)[: starts[-1]]
-    parts = []
-    for start, length, slot in zip(starts, lengths, slots):
-        index = torch.tensor([slot], device=DEVICE)
-        tile = AttentionTile(start, start + length, 1, length, index, index, state_slots=index)
-        parts.append(reference_delta_rule(weights, projected[start : start + length], tile, pools[1], 3))
-    gates = projected[: starts[-1]].split(weights.widths, -1)[1].unflatten(1, (heads, value_dim))
-    normed = torch.nn.functional.rms_norm(torch.cat(parts), (value_dim,), weights.norm, 1e-6)
-    torch.testing.assert_close(out, (normed * torch.nn.functional.silu(gates)).flatten(1), atol=1e-5, rtol=1e-4)
-    for actual, expected in zip(pools[0].tensors, pools[1].tensors):
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    return RecurrentSteps(weights, sum(weights.widths), specs)
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [pytest.param(4, 2, marks=long_in_the_interpreter), (6, 6)])
+def test_delta_rule_equals_plain_pytorch(heads, key_heads):
+    build_delta_rule_steps(heads, key_heads, 8, 24).check_short_sequences()
 
 
 @pytest.mark.parametrize(("channels", "width", "has_bias"), [(520, 3, False), (24, 5, True)])
@@ -291,19 +329,64 @@ def test_gated_short_convolution_equals_plain_pytorch(channels, width, has_bias)
     bias = torch.randn(channels, device=DEVICE) if has_bias else None
     weights = ShortConvWeights(torch.randn(channels, width, device=DEVICE), bias)
     specs = [StateSpec(3, "conv", 0, (channels, width), torch.float32)]
-    pools = [StatePool(specs, 6, DEVICE) for _ in range(2)]
-    for lengths, slots in (([1, 1, 2, 4, 9], [5, 1, 0, 4, 2]), ([3, 1, 6, 1, 2], [2, 5, 1, 4, 0])):
-        starts, projected = np.cumsum([0, *lengths]), torch.randn(sum(lengths) + 2, 3 * channels, device=DEVICE)
-        numbers = [np.repeat(np.arange(5), lengths).tolist(), starts[:-1].tolist(), starts[1:].tolist(), slots]
-        padded = [[*numbers[0], -1, -1], *([*row, 0, 0] for row in numbers[1:])]
-        sequences = StepSequences(*(torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in padded))
-        out = compute_recurrent(weights, projected, sequences, pools[0], 3, 1e-6)
-        for start, stop, slot in zip(*numbers[1:]):
-            index = torch.tensor([slot], device=DEVICE)
-            tile = AttentionTile(start, stop, 1, stop - start, index, index, state_slots=index)
-            expected = reference_recurrent(weights, projected[start:stop], tile, pools[1], 3, 1e-6)
-            torch.testing.assert_close(out[start:stop], expected, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(pools[0].tensors, pools[1].tensors)
+    RecurrentSteps(weights, 3 * channels, specs).check_short_sequences()
+
+
+MIXED_LENGTHS = [1, 1, 63, 5, 64, 65, 200]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "key_heads", "key_dim", "value_dim", "dtype", "num_unused"),
+    [
+        ([1, 65], 2, 1, 8, 24, torch.float32, 3),
+        pytest.param(MIXED_LENGTHS, 2, 2, 64, 128, torch.float16, 0, marks=long_in_the_interpreter),
+        pytest.param(MIXED_LENGTHS, 4, 2, 128, 24, torch.float32, 40, marks=long_in_the_interpreter),
+    ],
+)
+def test_prompts_in_chunks_have_the_outputs_and_states_of_plain_pytorch(
+    lengths, heads, key_heads, key_dim, value_dim, dtype, num_unused
+):
+    """Beside decoding sequences and a short chunk, with and without the padding of a graph."""
+    steps = build_delta_rule_steps(heads, key_heads, key_dim, value_dim, dtype)
+    slots = [5, 1, 0, 4, 2, 7, 3][: len(lengths)]
+    projected = steps.project(sum(lengths))
+    limit = 1e-5 if dtype == torch.float32 else 3e-3
+    expected = steps.run_reference(projected, lengths, slots)
+    out = steps.run(projected, lengths, slots, num_unused)
+    for actual, rows in zip(out.split(lengths), expected.split(lengths)):
+        assert (actual.float() - rows).norm() <= limit * rows.norm()
+    for tensors in zip(steps.states.tensors, steps.reference_states.tensors):
+        for actual, state in zip(*tensors):  # of each slot, used or not
+            assert (actual.float() - state.float()).norm() <= limit * state.float().norm()
+
+
+@long_in_the_interpreter
+def test_a_prompt_has_the_same_outputs_in_one_step_in_two_and_row_by_row():
+    length = 130
+    cuts = {"one step": [length], "two steps": [70, 60], "rows": [MIN_CHUNK_ROWS - 1] * 4 + [6]}
+    results: dict[str, list[torch.Tensor]] = {}
+    for name, pieces in cuts.items():
+        steps = build_delta_rule_steps(2, 1, 16, 24)
+        parts = [steps.run(rows, [len(rows)], [6]) for rows in steps.project(length).split(pieces)]
+        results[name] = [torch.cat(parts), *steps.states.tensors]
+    for name in ("one step", "two steps"):
+        assert not torch.equal(results[name][0], results["rows"][0])  # chunks are rounded differently
+        for actual, expected in zip(results[name], results["rows"]):
+            assert (actual - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_long_sequences_of_a_step_have_chunks_and_a_track():
+    bounds = [0, 1, MIN_CHUNK_ROWS, MIN_CHUNK_ROWS + 64, MIN_CHUNK_ROWS + 64 + 130]
+    chunks, tracks = plan_chunks(bounds[:-1], bounds[1:], [9, 8, 7, 6], 500)
+    assert len(chunks) == len(tracks) == 500 // MIN_CHUNK_ROWS
+    first, last = bounds[2], bounds[3]
+    expected = [[first, last, 7], [last, last + 64, -1], [last + 64, last + 128, -1], [last + 128, last + 130, 6]]
+    assert chunks[:4].tolist() == expected and tracks[:2].tolist() == [[0, 1, 7], [1, 4, 6]]
+    assert (chunks[4:] == [0, 0, -1]).all() and (tracks[2:] == [0, 0, -1]).all()
+    assert plan_chunks([0], [MIN_CHUNK_ROWS - 1], [3], 500).shape == (2, 0, 3)
+    assert plan_chunks([0, 70], [70, 70 + MIN_CHUNK_ROWS], [3, 4]).shape == (2, 3, 3)
+    lengths = list(range(MIN_CHUNK_ROWS, 300))
+    assert all(plan_chunks([0], [length], [0]).shape[1] <= length // MIN_CHUNK_ROWS for length in lengths)
 
 
 @pytest.mark.parametrize("rotated", [8, 0])
@@ -512,6 +595,18 @@ def test_steps_of_a_small_engine_write_no_sampled_token_beyond_their_memory(tmp_
     runner._sampled = memory[:size]
     run(core, core.create_request(list(range(3, 15)), SamplingParams(max_tokens=1)))  # 16 rows with padding
     assert (memory[size:] == -7).all()
+
+
+@long_in_the_interpreter
+@pytest.mark.parametrize("model_type", ["granite", "phi3", "seed_oss", "smollm3"])
+def test_the_check_of_fused_families_passes_with_these_kernels(model_type, tmp_path):
+    from ramify.model.load import load_engine_model
+    from tests.support.models import FUSED, write_random_model
+
+    directory = write_random_model(model_type, tmp_path, **FUSED[model_type])
+    model = load_engine_model(directory, dtype="float32", device=DEVICE.type)
+    fused = build_fused_model(model.module, planned=True)  # raises if the logits differ
+    assert fused is not None and fused.ops.description == "Triton"
 
 
 @long_in_the_interpreter

@@ -125,7 +125,10 @@ def run_decoder(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
 
 
 def run_gated_layers(key_heads: int, heads: int, width: int, dtype: torch.dtype) -> None:
-    """Run a layer with the gated delta rule, and gate the heads of attention layers, of which one has no rotation."""
+    """Run a layer with the gated delta rule, and gate the heads of attention layers, of which one has no rotation.
+
+    A sequence has enough rows for chunks.
+    """
     from ramify.model.kernels.cuda.decoder import CudaDecoderOps
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -155,7 +158,9 @@ def run_gated_layers(key_heads: int, heads: int, width: int, dtype: torch.dtype)
         StateSpec(0, "recurrent", 0, (heads, width, width), torch.float32),
     ]
     sizes = DecoderSizes(heads, 2, width, hidden, hidden, 1e-6, 0.1, norm_offset=1.0, has_gate=True)
-    plan = DevicePlan(rows, rows, lambda query, *_, **__: query.contiguous(), StepSequences(rows, rows, rows, rows))
+    chunks, tracks = torch.from_numpy(plan_chunks([0], [num_rows], [0]))
+    sequences = StepSequences(rows, rows, rows, rows, chunks, tracks)
+    plan = DevicePlan(rows, rows, lambda query, *_, **__: query.contiguous(), sequences)
     pool, states = KVPool(2, 4, 16, 2, width, dtype, "cpu", [1, 2]), StatePool(specs, 1, torch.device("cpu"))
     CudaDecoderOps(sizes).forward(weights, rows, rows, AttentionMetadata(pool, rows, plan=plan, states=states), rows)
 
