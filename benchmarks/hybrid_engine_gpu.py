@@ -1,21 +1,23 @@
 """The engine with a hybrid model on a GPU, beside a dense model with as many parameters and the same vocabulary.
 
-Both are random. The hybrid has the shape of Qwen3.5-0.8B, or with `--shape lfm2-1.2b` of LFM2-1.2B. A wave is 8 groups
-of 16 requests with a common prompt of 368 tokens, and 256 new tokens each; a decode step is the mean between the first
-token of the last request and the last token, the best of three waves. The logprobs of the hybrid's samples are compared
-with the model's own code. `--small` runs small models of the same structure in seconds on a CPU.
+Both are random, with a vocabulary of 248,320. A wave is 8 groups of 16 requests with a common prompt of 368 tokens, and
+256 new tokens each; a decode step is the mean between the first token of the last request and the last token, the best
+of three waves. Prefill is the time in which unrelated prompts get their first tokens, the best of three. The logprobs
+of the hybrid's samples are compared with the model's own code, behind prompts of several chunks that are computed
+together, in graphs, and beside decoding requests. `--small` runs small models of the same structure on a CPU.
 """
 
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from _check import Row, finish, parser
-from _sampler_gpu import run_wave
-from transformers import AutoModelForCausalLM, Lfm2Config, Qwen3_5TextConfig, Qwen3Config
+from _sampler_gpu import build_prompts, run_wave
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore
@@ -25,9 +27,9 @@ from ramify.model.precision import disable_tf32_convolutions
 from ramify.trace.version import PolicyVersion
 
 WAVE, SMALL_WAVE = (8, 16, 368, 256), (2, 2, 20, 8)
-ROUNDS, CHECKED_REQUESTS = 3, 8
-MAX_RATIO, MIN_REPLAYED, MAX_MEAN_DIFFERENCE = 1.4, 0.95, 0.05
-LFM2_ATTENTION_LAYERS = {2, 5, 8, 10, 12, 14}
+PREFILLS, SMALL_PREFILLS = [(64, 368), (16, 2048)], [(2, 100)]  # prompts, and their tokens
+ROUNDS, CHECKED_LENGTHS, CHECKED_REQUESTS = 3, (900, 500, 200), 4  # of each length
+MAX_RATIO, MIN_REPLAYED, MAX_MEAN_DIFFERENCE, MAX_PREFILL_RATIO = 1.4, 0.95, 0.05, 1.6
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 
 
@@ -100,7 +102,7 @@ def build_core(config: Any, directory: Path, small: bool, **settings: Any) -> En
     model.save_pretrained(directory)
     del model
     options: dict[str, Any] = {"device": device, "dtype": dtype, "max_running_requests": 128, **settings}
-    options |= {"kv_cache_tokens": 4000 if small else 200_000, "max_num_batched_tokens": 8192}
+    options |= {"kv_cache_tokens": 8000 if small else 200_000, "max_num_batched_tokens": 8192}
     loaded = load_engine_model(directory, dtype=dtype, device=device)
     return EngineCore(loaded, EngineConfig(**options), PolicyVersion("bench"))
 
@@ -113,17 +115,40 @@ def measure_step(core: EngineCore, wave: tuple[int, int, int, int]) -> tuple[flo
     return best, (core.counters.replayed_steps - replayed) / (core.counters.steps - steps)
 
 
+def measure_prefill(core: EngineCore, num_prompts: int, length: int) -> float:
+    """Return the milliseconds until all of `num_prompts` prompts have their first token."""
+    times: list[float] = []
+    for seed in range(1 + ROUNDS):  # the first compiles kernels
+        prompts = build_prompts(num_prompts, 1, length, 1000 * length + seed)
+        requests = [core.create_request(prompt, SamplingParams(max_tokens=1, seed=0)) for prompt in prompts]
+        started = time.perf_counter()
+        for request in requests:
+            core.enqueue(request)
+        while core.has_unfinished_requests:
+            core.step()
+        times.append(1e3 * (time.perf_counter() - started))
+    return min(times[1:])
+
+
 @torch.no_grad()
 def measure_difference(core: EngineCore) -> float:
-    """Return the mean difference of the samples' logprobs from the model's own code; prompts begin alike."""
-    prompt = [300 + 7919 * index % 30_000 for index in range(200)]
-    requests = [
-        core.create_request(prompt[: 200 - index], SamplingParams(max_tokens=40, seed=index))
-        for index in range(CHECKED_REQUESTS)
+    """Return the mean difference of the samples' logprobs from the model's own code.
+
+    The first prompts share a step, which is too long for a graph. Every other prompt comes while others decode; lengths
+    repeat, so that graphs are captured and replayed.
+    """
+    prompts = [
+        [300 + (7919 * position + 101 * number) % 30_000 for position in range(length)]
+        for length in CHECKED_LENGTHS
+        for number in range(CHECKED_REQUESTS)
     ]
-    for request in requests:
+    requests = [
+        core.create_request(prompt, SamplingParams(max_tokens=40, seed=index)) for index, prompt in enumerate(prompts)
+    ]
+    for index, request in enumerate(requests):
         core.enqueue(request)
-        core.step()
+        if index + 1 >= CHECKED_REQUESTS:
+            core.step()
     while core.has_unfinished_requests:
         core.step()
     module, differences = core.model.module, list[torch.Tensor]()
@@ -142,18 +167,31 @@ def main() -> int:
     flags.add_argument("--shape", choices=SHAPES, default="qwen3.5-0.8b", help="whose sizes the hybrid has")
     options = flags.parse_args()
     small, wave = options.small, SMALL_WAVE if options.small else WAVE
+    prefills = SMALL_PREFILLS if small else PREFILLS
     disable_tf32_convolutions()
     with tempfile.TemporaryDirectory() as scratch:
-        configs = SHAPES[options.shape](small)
-        dense, _ = measure_step(build_core(configs["dense"], Path(scratch) / "dense", small), wave)
+        configs = build_configs(small)
+        core = build_core(configs["dense"], Path(scratch) / "dense", small)
+        dense, _ = measure_step(core, wave)
+        dense_prefills = [measure_prefill(core, *prompts) for prompts in prefills]
         core = build_core(configs["hybrid"], Path(scratch) / "hybrid", small)
         hybrid, replayed = measure_step(core, wave)
+        hybrid_prefills = [measure_prefill(core, *prompts) for prompts in prefills]
         difference = measure_difference(core)
     rows = [
         Row("a decode step of the hybrid", hybrid, None, "ms"),
         Row("  of the dense model", dense, None, "ms"),
         Row("  hybrid over dense", hybrid / dense, None, "x", None if small else MAX_RATIO),
         Row("  steps in graphs", replayed, None, "of 1", None if small else MIN_REPLAYED, at_least=True),
+    ]
+    for (count, length), milliseconds, dense_milliseconds in zip(prefills, hybrid_prefills, dense_prefills):
+        ratio = milliseconds / dense_milliseconds
+        rows += [
+            Row(f"prefill of {count} x {length} tokens by the hybrid", milliseconds, None, "ms"),
+            Row("  by the dense model", dense_milliseconds, None, "ms"),
+            Row("  hybrid over dense", ratio, None, "x", None if small else MAX_PREFILL_RATIO),
+        ]
+    rows += [
         Row("logprobs, mean difference from the model's own code", difference, None, "nats", MAX_MEAN_DIFFERENCE),
     ]
     return finish(f"the engine with a hybrid model of the shape {options.shape}", rows, options)

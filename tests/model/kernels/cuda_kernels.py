@@ -651,7 +651,7 @@ def test_long_prompts_of_an_engine_continue_their_states_and_snapshots_in_chunks
 
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     source = write_qwen3_5(tmp_path / "model", 1, **layers, linear_num_key_heads=1, linear_num_value_heads=2)
-    limits = {"kv_cache_tokens": 800, "max_running_requests": 3, "max_num_batched_tokens": 96}
+    limits: Any = {"kv_cache_tokens": 800, "max_running_requests": 3, "max_num_batched_tokens": 96}
     core = build_core(source, **limits, device=DEVICE.type)
     assert core.runner.uses_plans and core.runner.fused_model is not None
     prompts = [[(7 * index + first) % 90 + 3 for index in range(length)] for first, length in ((0, 20), (1, 150))]
@@ -671,3 +671,19 @@ def test_long_prompts_of_an_engine_continue_their_states_and_snapshots_in_chunks
         (72, 2),
         (40, 1),
     }
+
+
+@long_in_the_interpreter
+def test_engine_notices_at_load_that_chunks_do_not_continue_a_state(tmp_path, monkeypatch):
+    from ramify.model.kernels.cuda import recurrent_ops
+    from tests.support.models import build_core, write_qwen3_5
+
+    def start_from_zero(*arguments) -> None:
+        *inputs, tracks, states, out, chunk_size, scale = arguments
+        continue_tracks(*inputs, tracks - tracks.new_tensor([0, 0, 9]), states, out, chunk_size, scale)
+
+    continue_tracks = recurrent_ops.continue_tracks
+    monkeypatch.setattr(recurrent_ops, "continue_tracks", start_from_zero)
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    core = build_core(write_qwen3_5(tmp_path / "model", 1, **layers), kv_cache_tokens=64, device=DEVICE.type)
+    assert core.runner.fused_model is None and "logits differ" in core.runner.ops_description

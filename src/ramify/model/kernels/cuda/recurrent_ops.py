@@ -271,10 +271,9 @@ def _apply_rule_to_chunks(
     out: Tensor,
 ) -> None:
     """Write the outputs of the long sequences, [rows, heads, padded value_dim], and change their matrices."""
-    rows, heads, key_heads, scalars = len(mixed), weights.heads, weights.key_heads, {"dtype": torch.float32}
-    value = torch.empty_like(out)
+    rows, heads, key_heads, value = len(mixed), weights.heads, weights.key_heads, torch.empty_like(out)
     query, key = (mixed.new_empty(rows, key_heads, round_up_width(weights.key_dim)) for _ in range(2))
-    log_decay, strength = (mixed.new_empty(rows, heads, **scalars) for _ in range(2))
+    log_decay, strength = (mixed.new_empty(rows, heads, dtype=torch.float32) for _ in range(2))
     parts = query, key, value, log_decay, strength
     _split_chunk[(heads, len(sequences.chunks))](
         mixed, projected, weights.log_rate, weights.step_bias, sequences.chunks, *parts,
