@@ -1,10 +1,11 @@
 """The engine with a hybrid model on a GPU, beside a dense model with as many parameters and the same vocabulary.
 
-Both are random, with a vocabulary of 248,320. A wave is 8 groups of 16 requests with a common prompt of 368 tokens, and
-256 new tokens each; a decode step is the mean between the first token of the last request and the last token, the best
-of three waves. Prefill is the time in which unrelated prompts get their first tokens, the best of three. The logprobs
-of the hybrid's samples are compared with the model's own code, behind prompts of several chunks that are computed
-together, in graphs, and beside decoding requests. `--small` runs small models of the same structure on a CPU.
+Both are random. The hybrid has the shape of Qwen3.5-0.8B, or with `--shape lfm2-1.2b` of LFM2-1.2B. A wave is 8 groups
+of 16 requests with a common prompt of 368 tokens, and 256 new tokens each; a decode step is the mean between the first
+token of the last request and the last token, the best of three waves. Prefill is the time in which unrelated prompts
+get their first tokens, the best of three. The logprobs of the hybrid's samples are compared with the model's own code,
+behind prompts of several chunks that are computed together, in graphs, and beside decoding requests. `--small` runs
+small models of the same structure in seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from _check import Row, finish, parser
 from _sampler_gpu import build_prompts, run_wave
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Lfm2Config, Qwen3_5TextConfig, Qwen3Config
 
 from ramify.infer.config import EngineConfig
 from ramify.infer.engine_core import EngineCore
@@ -30,6 +31,7 @@ WAVE, SMALL_WAVE = (8, 16, 368, 256), (2, 2, 20, 8)
 PREFILLS, SMALL_PREFILLS = [(64, 368), (16, 2048)], [(2, 100)]  # prompts, and their tokens
 ROUNDS, CHECKED_LENGTHS, CHECKED_REQUESTS = 3, (900, 500, 200), 4  # of each length
 MAX_RATIO, MIN_REPLAYED, MAX_MEAN_DIFFERENCE, MAX_PREFILL_RATIO = 1.4, 0.95, 0.05, 1.6
+LFM2_ATTENTION_LAYERS = {2, 5, 8, 10, 12, 14}
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 
 
@@ -170,7 +172,7 @@ def main() -> int:
     prefills = SMALL_PREFILLS if small else PREFILLS
     disable_tf32_convolutions()
     with tempfile.TemporaryDirectory() as scratch:
-        configs = build_configs(small)
+        configs = SHAPES[options.shape](small)
         core = build_core(configs["dense"], Path(scratch) / "dense", small)
         dense, _ = measure_step(core, wave)
         dense_prefills = [measure_prefill(core, *prompts) for prompts in prefills]

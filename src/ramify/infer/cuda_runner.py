@@ -283,7 +283,8 @@ class CudaModelRunner(ModelRunner):
             row_sequence[end : end + chunk.num_tokens] = index
             sequences[:, index] = end, end + chunk.num_tokens, chunk.request.state_slot
             end += chunk.num_tokens
-        bounds_and_slots = sequences[:, : len(chunks)].tolist()
+        has_matrices = self.states is not None and any(spec.kind == "recurrent" for spec in self.states.specs)
+        bounds_and_slots = sequences[:, : len(chunks) if has_matrices else 0].tolist()
         tables = plan_chunks(*bounds_and_slots, padded_rows=num_rows if num_rows <= MAX_GRAPH_ROWS else 0)
         return np.concatenate([row_sequence, sequences.ravel(), tables.ravel()]), tables.shape[1]
 
