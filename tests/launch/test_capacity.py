@@ -18,12 +18,13 @@ from ramify.launch.memory import count_version_bytes
 from ramify.launch.plan import format_plan, plan_run
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CheckpointManifest
-from ramify.train.memory import ModelSize
+from ramify.train.memory import MemoryUse, ModelSize
 from tests.support.plans import build_machine
 from tests.support.ray import StubRay
 
 ROOT = Path(__file__).parents[2]
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+LORA = {"lora": {"rank": 16}}
 
 
 def test_several_nodes_without_a_shared_directory_are_refused():
@@ -252,6 +253,46 @@ def test_what_the_user_set_is_listed_with_the_chosen_sizes():
     assert "trainer.pack_tokens = 4096: as configured" in reasons
     assert "inference.kv_cache_tokens = 65536: as configured" in reasons
     assert any(line.startswith("trainer.recompute_layers = 0: of ") for line in reasons)
+
+
+def test_vllm_beside_the_trainer_gets_what_the_trainer_leaves():
+    def plan(gib: float, **inference) -> tuple[RunConfig, MemoryUse, list[str]]:
+        run = build_run("org/Some-4B", seq_len=2048, inference={"engine": "vllm", **inference}, trainer=LORA)
+        planned, placement = plan_run(run, [build_machine(1, gpu_gib=gib)])
+        (_, use, memory), lines = placement.list_gpu_use()[0], format_plan(planned, placement)
+        assert use.with_headroom <= memory
+        engine, trainer = placement.get_demand("inference/0"), placement.get_demand("trainer")
+        fraction = planned.inference.gpu_memory_utilization
+        assert engine.memory_use.total == pytest.approx(fraction * memory, rel=0.01)
+        assert trainer.gpu_memory + fraction * memory <= memory
+        return planned, engine.memory_use, lines
+
+    small, small_use, lines = plan(24)
+    large, large_use, _ = plan(140)
+    assert small_use.kv_cache < large_use.kv_cache and small_use.weights == large_use.weights
+    assert small.inference.max_running_requests <= large.inference.max_running_requests == 256
+    assert large.trainer.recompute_layers == 0 and large.inference.gpu_memory_utilization < 0.6
+    fraction = small.inference.gpu_memory_utilization
+    (reason,) = [line for line in lines if line.startswith("inference.gpu_memory_utilization = ")]
+    assert reason.startswith(f"inference.gpu_memory_utilization = {fraction}: weights, buffers and a KV cache of ")
+    configured, _, lines = plan(80, gpu_memory_utilization=0.55, max_running_requests=32)
+    assert (configured.inference.gpu_memory_utilization, configured.inference.max_running_requests) == (0.55, 32)
+    assert "inference.gpu_memory_utilization = 0.55: as configured" in lines
+
+
+def test_vllm_on_gpus_of_its_own_holds_its_requests_at_full_length():
+    run = build_run("org/Some-8B", seq_len=4096, inference={"engine": "vllm", "tensor_parallel": 2})
+    planned, placement = plan_run(run, [build_machine(8)])
+    use = placement.get_demand("inference/0").memory_use
+    assert use.weights == 8 * 10**9 and 0 < planned.inference.gpu_memory_utilization <= 0.95
+    unknown = build_run("org/unknown", inference={"engine": "vllm"})
+    assert plan_run(unknown, [build_machine(1)])[0].inference.gpu_memory_utilization == 0.4
+
+
+def test_advice_for_vllm_is_the_fraction_that_fits():
+    run = build_run("org/Some-4B", inference={"engine": "vllm", "gpu_memory_utilization": 0.8}, trainer=LORA)
+    with pytest.raises(ClusterTooSmall, match=r"--inference.gpu_memory_utilization auto \(at least \d+.\d GiB"):
+        plan_run(run, [build_machine(1, gpu_gib=40)])
 
 
 def test_one_gpu_is_not_explained_by_a_limit_of_one_rank():

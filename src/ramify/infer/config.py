@@ -11,6 +11,7 @@ from ramify.model.run_models import check_model_name, expand_run_model
 
 # On a CPU, on a GPU:
 DEFAULT_RUNNING_REQUESTS, DEFAULT_BATCHED_TOKENS, DEFAULT_KV_FRACTIONS = (64, 256), (1024, 8192), (0.4, 0.85)
+DEFAULT_VLLM_FRACTION = 0.4  # of a GPU's memory
 ModelName = Annotated[str, AfterValidator(check_model_name)]
 AutoCount = Literal["auto"] | Annotated[int, Field(ge=1)]
 
@@ -122,11 +123,12 @@ class VLLMConfig(Config):
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum tokens of prompt and reply together; None leaves the choice to vLLM."""
     max_running_requests: int | None = Field(default=None, ge=1)
-    """Maximum number of requests that run at the same time; None leaves the choice to vLLM."""
+    """Maximum number of requests that run at the same time. None: a run on GPUs chooses it, else vLLM."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs of each engine, over which its weights are split."""
-    gpu_memory_utilization: float = Field(default=0.4, gt=0, lt=1)
-    """Fraction of a GPU's memory that vLLM may use, weights and KV cache together."""
+    gpu_memory_utilization: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] = "auto"
+    """Fraction of a GPU's memory that vLLM may use, weights and KV cache together. `auto`: what a run on GPUs plans,
+    else 0.4."""
     cpu_kv_cache_gib: int = Field(default=1, ge=1)
     """Size of the KV cache in GiB if vLLM runs on a CPU."""
     prefix_cache: bool = True
@@ -140,6 +142,11 @@ class VLLMConfig(Config):
     """File for the output of vLLM."""
     startup_timeout: float = Field(default=600.0, gt=0)
     """Seconds until vLLM must be ready."""
+
+    @property
+    def memory_fraction(self) -> float:
+        """`gpu_memory_utilization`, or its default where no plan has chosen it."""
+        return DEFAULT_VLLM_FRACTION if self.gpu_memory_utilization == "auto" else self.gpu_memory_utilization
 
 
 class ExternalServersConfig(Config):

@@ -71,7 +71,7 @@ class VLLMServer(AsyncService):
             *("--generation-config", "vllm"),  # the model's own defaults must not change what is sampled
             *("--scheduling-policy", "priority"),  # without it a priority is an error
             "--enable-prompt-tokens-details",  # how much of a prompt was cached
-            *("--dtype", config.dtype, "--gpu-memory-utilization", str(config.gpu_memory_utilization)),
+            *("--dtype", config.dtype, "--gpu-memory-utilization", str(config.memory_fraction)),
             "--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching",
             *(() if config.max_model_len is None else ("--max-model-len", str(config.max_model_len))),
             *(() if config.max_running_requests is None else ("--max-num-seqs", str(config.max_running_requests))),

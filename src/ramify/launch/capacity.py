@@ -20,7 +20,7 @@ from ramify.infer.config import EngineConfig, ExternalServersConfig, ManagedInfe
 from ramify.launch.demands import TRAINER, FindSize, GpuDivision, build_demands, list_planned_nodes
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import GIB, uses_gpu
-from ramify.launch.memory import estimate_trainer
+from ramify.launch.memory import choose_vllm_fraction, estimate_trainer, format_size, get_engine_limits
 from ramify.launch.placement import RunPlacement, place_processes
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
@@ -39,7 +39,6 @@ from ramify.train.step_sizes import (
 )
 
 TRIED_GPUS = (2, 4, 8)  # of a machine, when a run that does not fit looks for one that it does
-SMALL_VLLM_FRACTION = 0.2  # of the GPU's memory, for vLLM
 MIN_SEQ_LEN = 512  # the shortest that is suggested
 # How much slower a run is with a part of the KV cache that its requests can need at their full length.
 CACHE_COSTS = {1: 1.0, 1 / 2: 1.01, 1 / 4: 1.04, 1 / 8: 1.16, 1 / 16: 1.4, 1 / 32: 2.0, 1 / 64: 3.2, 1 / 128: 5.6}
@@ -50,6 +49,7 @@ UNPLANNED_KV_FRACTION = 0.4  # of the memory, for an engine of a model whose siz
 RUNNING_KEY, BATCHED_KEY = "inference.max_running_requests", "inference.max_num_batched_tokens"
 SET_BY_USER = "as configured"
 CACHE_KEY, FRACTION_KEY = "inference.kv_cache_tokens", "inference.kv_memory_fraction"
+VLLM_FRACTION_KEY = "inference.gpu_memory_utilization"
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -151,10 +151,10 @@ def plan_sizes(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool =
     moments = None if fresh else find_saved_moments((config.shared_path or config.path) / CHECKPOINTS_DIR)
     if moments is not None and None not in _list_run_moments(config, nodes):
         planned, reasons = _with_settings(config, {MOMENTS_KEY: moments}), {MOMENTS_KEY: "as in the run's checkpoints"}
-    choice = _find_sizes(planned, nodes, find_size)
-    if choice.option.settings:
-        reasons = _explain_sizes(planned, choice, model) | reasons
+    choice, user_config = _find_sizes(planned, nodes, find_size), planned
     planned = _with_settings(planned, choice.option.settings)
+    if choice.option.settings:
+        reasons = _explain_sizes(user_config, choice, GpuDivision(planned, nodes, find_size)) | reasons
     return planned, [f"{key} = {_get_value(planned, key)}: {reason}" for key, reason in reasons.items()]
 
 
@@ -200,7 +200,7 @@ def _list_options(
 
 
 def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float) -> Settings:
-    """Return the sizes of native engines on GPUs, with a share of the KV cache that their requests can need."""
+    """Return the sizes of engines on GPUs, with a share of the KV cache that their requests can need."""
     orchestrator, find_size = config.orchestrator, division.find_size
     slots = orchestrator.admission_limits.slots * orchestrator.group_size
     in_flight = min(orchestrator.max_concurrency or slots, 2 * orchestrator.batch_size)  # one batch waits for training
@@ -208,20 +208,29 @@ def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float
     num_requests = min(max(num_requests, MIN_RUNNING_REQUESTS), MAX_RUNNING_REQUESTS)
 
     def choose(inference: ManagedInferenceConfig, model_name: str, num_requests: int, max_len: int) -> Settings:
-        if not isinstance(inference, EngineConfig) or not division.count_gpus(inference):
+        if not (num_gpus := division.count_gpus(inference)):
             return {}
-        if is_auto := inference.max_running_requests == "auto":
+        if is_auto := inference.max_running_requests in ("auto", None):
             inference = inference.model_copy(update={"max_running_requests": num_requests})
-        limits = inference.get_limits(gpu=True)
+        limits = get_engine_limits(inference, gpu=True)
         num_requests = min(limits.max_running_requests, limits.max_num_batched_tokens)
         num_running = min(num_requests, max(MIN_RUNNING_REQUESTS, math.ceil(MAX_CACHE_SHARING * share * num_requests)))
-        sizes: Settings = {
-            "max_running_requests": num_running if is_auto else num_requests,
-            "max_num_batched_tokens": limits.max_num_batched_tokens,
-        }
+        sizes: Settings = {"max_running_requests": num_running if is_auto else num_requests}
+        num_tokens, model = (
+            math.ceil(share * num_requests) * (inference.max_model_len or max_len),
+            find_size(model_name),
+        )
+        if isinstance(inference, VLLMConfig):
+            if inference.gpu_memory_utilization == "auto":
+                inference, memory = inference.model_copy(update=sizes), division.gpu_memory
+                fraction = model and choose_vllm_fraction(
+                    inference, model, num_tokens, num_gpus=num_gpus, device_memory=memory
+                )
+                sizes["gpu_memory_utilization"] = fraction or UNPLANNED_KV_FRACTION
+            return sizes
+        sizes["max_num_batched_tokens"] = limits.max_num_batched_tokens
         if inference.kv_cache_tokens is None and inference.kv_memory_fraction == "auto":
-            num_tokens = math.ceil(share * num_requests) * (inference.max_model_len or max_len)
-            is_known = find_size(model_name) is not None
+            is_known = model is not None
             sizes |= {"kv_cache_tokens": num_tokens} if is_known else {"kv_memory_fraction": UNPLANNED_KV_FRACTION}
         return sizes
 
@@ -237,21 +246,24 @@ def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float
     return settings
 
 
-def _explain_sizes(user_config: RunConfig, choice: SizeChoice, model: ModelSize | None) -> dict[str, str]:
-    """Return why each size has its value, by key."""
-    settings = choice.option.settings
+def _explain_sizes(user_config: RunConfig, choice: SizeChoice, division: GpuDivision) -> dict[str, str]:
+    """Return why each size of the planned run that is divided like this has its value, by key."""
+    settings, inference, model_name = choice.option.settings, division.config.inference, user_config.model.name
     num_requests, batch_size = settings.get(RUNNING_KEY, 1), user_config.orchestrator.batch_size
-    max_len = getattr(user_config.inference, "max_model_len", None) or user_config.seq_len
+    max_len = getattr(inference, "max_model_len", None) or user_config.seq_len
     cache_share = settings.get(CACHE_KEY, 0) / (num_requests * max_len)
     reasons = {
-        **explain_step_sizes(choice, model),
+        **explain_step_sizes(choice, division.find_size(model_name)),
         RUNNING_KEY: f"at most two batches of {batch_size} for all engines, and what the cache can hold",
         BATCHED_KEY: "a longer prefill in one step is not faster",
         CACHE_KEY: f"{cache_share:.0%} of what {num_requests} requests of full length can need",
         FRACTION_KEY: "the size of the model is unknown",
+        VLLM_FRACTION_KEY: "the size of the model is unknown",
     }
-    is_native = isinstance(user_config.inference, EngineConfig)
-    keys = [key for key in reasons if is_native or not key.startswith("inference.")]
+    if isinstance(inference, VLLMConfig) and (use := division.estimate_engine(inference, model_name)) is not None:
+        reasons[VLLM_FRACTION_KEY] = f"weights, buffers and a KV cache of {format_size(use.kv_cache)}"
+    names = type(inference).model_fields
+    keys = [key for key in reasons if not key.startswith("inference.") or key.removeprefix("inference.") in names]
     is_set = {key: _get_value(user_config, key) not in ("auto", None) for key in keys}
     return {key: SET_BY_USER if is_set[key] else reasons[key] for key in keys if is_set[key] or key in settings}
 
@@ -342,8 +354,8 @@ def _list_savings(config: RunConfig) -> Settings:
         savings[LAYERS_KEY] = "auto"
     if isinstance(inference, EngineConfig) and inference.kv_memory_fraction != "auto":
         savings[FRACTION_KEY] = "auto"
-    if isinstance(inference, VLLMConfig) and inference.gpu_memory_utilization > SMALL_VLLM_FRACTION:
-        savings["inference.gpu_memory_utilization"] = SMALL_VLLM_FRACTION
+    if isinstance(inference, VLLMConfig) and inference.gpu_memory_utilization != "auto":
+        savings[VLLM_FRACTION_KEY] = "auto"
     if trainer.optim.type == "adamw" and trainer.optim.moments == "float32" and num_ranks == 1:
         savings[MOMENTS_KEY] = "8bit"
     return savings

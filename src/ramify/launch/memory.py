@@ -17,7 +17,7 @@ from pathlib import Path
 from ramify.core.files import get_free_bytes
 from ramify.core.names import format_count
 from ramify.core.watchdog import watch_storage
-from ramify.infer.config import EngineConfig, VLLMConfig
+from ramify.infer.config import EngineConfig, EngineLimits, VLLMConfig
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import GIB, uses_gpu
 from ramify.launch.process_configs import publishes_adapters
@@ -50,23 +50,41 @@ def estimate_engine(
     element_bytes, gpu = get_element_bytes(inference.dtype, num_gpus > 0), num_gpus > 0
     weight_bytes = model.num_parameters * element_bytes // max(1, num_gpus)
     token_bytes = model.num_kv_layers * model.kv_elements * element_bytes // max(1, num_gpus)
-    max_len = inference.max_model_len or seq_len
+    max_len, limits = inference.max_model_len or seq_len, get_engine_limits(inference, gpu=gpu)
+    row_elements = 3 * model.hidden_size + 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
+    buffer_bytes = limits.max_num_batched_tokens * row_elements * element_bytes if gpu else 0
+    buffer_bytes += 3 * limits.max_running_requests * model.vocab_size * STATE_BYTES if gpu else 0  # logits
+    workspace = TORCH_BASE_BYTES + buffer_bytes
     if isinstance(inference, VLLMConfig):
-        vllm_bytes = int(inference.gpu_memory_utilization * device_memory * MAX_MEMORY_FRACTION) if gpu else 0
-        kv_bytes = max(max_len * token_bytes, vllm_bytes - weight_bytes - TORCH_BASE_BYTES)
-        return MemoryUse(weights=weight_bytes, kv_cache=kv_bytes, workspace=TORCH_BASE_BYTES)
-    limits = inference.get_limits(gpu=gpu)
+        fraction = min(inference.memory_fraction, MAX_MEMORY_FRACTION) if gpu else 0.0
+        cache_bytes = max(max_len * token_bytes, int(fraction * device_memory) - weight_bytes - workspace)
+        return MemoryUse(weights=weight_bytes, kv_cache=cache_bytes, workspace=workspace)
     state_bytes = (limits.max_running_requests + limits.num_state_snapshots) * model.state_elements * STATE_BYTES
     cache_limit = int(limits.kv_memory_fraction * device_memory) - state_bytes
     cache_bytes = max(max_len * token_bytes, min(max_len * limits.max_running_requests * token_bytes, cache_limit))
     if inference.kv_cache_tokens is not None:
         cache_bytes = inference.kv_cache_tokens * token_bytes
-    row_elements = 3 * model.hidden_size + 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
-    buffer_bytes = limits.max_num_batched_tokens * row_elements * element_bytes if gpu else 0
-    buffer_bytes += 3 * limits.max_running_requests * model.vocab_size * STATE_BYTES if gpu else 0  # logits
-    return MemoryUse(
-        weights=weight_bytes, kv_cache=state_bytes + cache_bytes, workspace=TORCH_BASE_BYTES + buffer_bytes
-    )
+    return MemoryUse(weights=weight_bytes, kv_cache=state_bytes + cache_bytes, workspace=workspace)
+
+
+def get_engine_limits(inference: EngineConfig | VLLMConfig, *, gpu: bool) -> EngineLimits:
+    """Return the limits of an engine. vLLM is taken to have the limits of a native engine."""
+    if isinstance(inference, VLLMConfig):
+        inference = EngineConfig(max_running_requests=inference.max_running_requests or "auto")
+    return inference.get_limits(gpu=gpu)
+
+
+def choose_vllm_fraction(
+    inference: VLLMConfig, model: ModelSize, num_tokens: int, *, num_gpus: int, device_memory: int
+) -> float:
+    """Return the fraction of a GPU's memory that vLLM needs for a KV cache of `num_tokens`, as a native engine would.
+
+    vLLM fills all of its fraction, and allocates CUDA graphs beside it, which have the part that stays free.
+    """
+    running = inference.max_running_requests or "auto"
+    native = EngineConfig(dtype=inference.dtype, max_running_requests=running, kv_cache_tokens=num_tokens)
+    use = estimate_engine(native, 0, model, num_gpus=num_gpus, device_memory=device_memory)
+    return min(math.ceil(100 * use.total / device_memory) / 100, MAX_MEMORY_FRACTION)
 
 
 def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_ranks: int) -> MemoryUse:
