@@ -1,16 +1,25 @@
 """The size of a model, and the memory of its trainer."""
 
+import dataclasses
 import json
 import math
 import shutil
+from copy import deepcopy
 
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
+from ramify.infer.config import EngineConfig
+from ramify.launch.memory import estimate_engine
 from ramify.model.load import load_engine_model
 from ramify.model.resolve import resolve_model_path
+from ramify.model.vision import get_vision_tower
 from ramify.train.config import TrainerConfig
-from ramify.train.memory import TORCH_BASE_BYTES, ModelSize, estimate_rank
-from tests.support.models import write_qwen3_next
+from ramify.train.memory import TORCH_BASE_BYTES, MemoryUse, ModelSize, VisionSize, estimate_rank
+from tests.support.models import FAMILIES, VISION_CONFIGS, process, write_qwen3_next, write_vision_model
+
+RECOMPUTED = {"recompute_layers": 1}
 
 
 def test_model_size_is_read_or_guessed():
@@ -67,3 +76,59 @@ def test_estimates_are_close_to_measured_steps(settings, tokens, layers, vocab_s
     config = TrainerConfig.model_validate({"pack_tokens": tokens, **settings})
     estimate = (estimate_rank(config, model, gpu=True).total - TORCH_BASE_BYTES) / 2**30
     assert gib - 0.1 <= estimate <= gib + 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_vision_tower_has_the_activations_that_autograd_keeps(family):
+    config = deepcopy(VISION_CONFIGS[family])
+    config.vision_config.update({"hidden_size": 128, "intermediate_size": 256, "num_heads": 2})
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    size = VisionSize.from_config(config.to_dict(), num_parameters=0)
+    tower, num_images = get_vision_tower(model), 8
+    images = [process(family, bytes([number])) for number in range(num_images)]
+    kept, weights = dict[int, int](), {weight.untyped_storage().data_ptr() for weight in tower.parameters()}
+    tensors = list[torch.Tensor]()
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        tower.encode(images)
+    num_kept = sum(num_bytes for pointer, num_bytes in kept.items() if pointer not in weights)
+    num_tokens = sum(image.num_tokens for image in images)
+    estimate = size.estimate_bytes(num_tokens, 2, num_layers=size.num_layers, num_inputs=0)
+    assert 0.99 * num_kept <= estimate <= 1.5 * num_kept
+
+
+def test_images_take_memory_of_trainer_and_engine(tmp_path):
+    model = ModelSize.from_name(str(write_vision_model(tmp_path / "model", "qwen3_vl")))
+    text = dataclasses.replace(model, vision=None)
+    assert model.vision is not None and 0 < model.num_tower_parameters < model.num_parameters
+
+    def estimate(size: ModelSize, **settings) -> MemoryUse:
+        return estimate_rank(TrainerConfig.model_validate({"pack_tokens": 1024, **settings}), size, gpu=True)
+
+    trained, frozen, recomputed = (estimate(model, **more) for more in ({}, {"freeze_vision": True}, RECOMPUTED))
+    assert trained.activations > recomputed.activations > estimate(text, **RECOMPUTED).activations
+    assert trained.activations > frozen.activations > estimate(text).activations
+    assert trained.moments - frozen.moments == 8 * model.num_tower_parameters
+    assert trained.gradients - frozen.gradients == 4 * model.num_tower_parameters
+    lora = {"lora": {"rank": 8}}
+    assert estimate(model, **lora).activations - estimate(text, **lora).activations == (
+        frozen.activations - estimate(text).activations
+    )
+    engine = {"num_gpus": 1, "device_memory": 80 << 30}
+    small, large = (EngineConfig(image_cache_mib=mib, max_num_batched_tokens=1024) for mib in (1, 1024))
+    uses = [estimate_engine(config, 256, size, **engine) for config, size in ((small, text), (small, model))]
+    assert uses[1].workspace > uses[0].workspace + (1 << 20)
+    assert estimate_engine(large, 256, model, **engine).workspace - uses[1].workspace == 1023 << 20
+
+
+def test_a_quantized_base_has_its_vision_tower_in_full(tmp_path):
+    model = ModelSize.from_name(str(write_vision_model(tmp_path / "model", "idefics3")))
+    trainer, text = TrainerConfig.model_validate({"lora": {"rank": 8}}), dataclasses.replace(model, vision=None)
+    sizes = [estimate_rank(trainer, size, gpu=True, quantize="8bit").weights for size in (model, text)]
+    assert sizes[0] - sizes[1] == pytest.approx(model.num_tower_parameters * (2 - 8.25 / 8), abs=2)

@@ -59,6 +59,10 @@ def estimate_engine(
         fraction = min(inference.memory_fraction, MAX_MEMORY_FRACTION) if gpu else 0.0
         cache_bytes = max(max_len * token_bytes, int(fraction * device_memory) - weight_bytes - workspace)
         return MemoryUse(weights=weight_bytes, kv_cache=cache_bytes, workspace=workspace)
+    if gpu and model.vision is not None:  # a prefill may be one large image, and features are kept
+        batched = limits.max_num_batched_tokens
+        workspace += model.vision.estimate_bytes(batched, element_bytes, num_layers=1, num_inputs=0)
+        workspace += inference.image_cache_mib << 20
     state_bytes = (limits.max_running_requests + limits.num_state_snapshots) * model.state_elements * STATE_BYTES
     cache_limit = int(limits.kv_memory_fraction * device_memory) - state_bytes
     cache_bytes = max(max_len * token_bytes, min(max_len * limits.max_running_requests * token_bytes, cache_limit))

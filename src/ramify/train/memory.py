@@ -8,6 +8,7 @@ packs of 16,384 tokens took at most 98.2 GiB for 3.7 B parameters (8-bit moments
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ MAX_MEMORY_FRACTION = 0.95  # of a device that may be used; estimates include th
 ADAPTER_FRACTION = 7e-4  # parameters of adapters with rank 1, relative to the model
 HEAD_BYTES = 5 << 30  # of the logits, and of their gradients, that the LM head has at a time on a GPU
 GUESSED_ORIGIN = "guessed from its name"
+TOWER_NAMES = ("visual.", "vision_model.", "connector.")  # parts of the names of weights of vision towers
 SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
 
 
@@ -57,6 +59,49 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionSize:
+    """The dimensions of a vision tower, with its projection to the decoder's width, that determine its memory."""
+
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    pixel_elements: int  # pixel values per patch
+    patches_per_token: int  # patches that are merged into one image token
+    num_outputs: int  # features per image token: one, and one more for each deepstack layer
+
+    @classmethod
+    def from_config(cls, hf_config: dict[str, Any], num_parameters: int) -> "VisionSize | None":
+        """Read the size from a Hugging Face config, whose keys depend on the family; None for a text model."""
+        if not (vision := hf_config.get("vision_config")):
+            return None
+        num_channels = vision.get("in_channels") or vision.get("num_channels") or 3
+        return cls(
+            num_parameters,
+            num_layers=vision.get("depth") or vision.get("num_hidden_layers") or 0,
+            hidden_size=vision.get("hidden_size") or 0,
+            intermediate_size=vision.get("intermediate_size") or 0,
+            pixel_elements=(vision.get("temporal_patch_size") or 1) * num_channels * vision.get("patch_size", 0) ** 2,
+            patches_per_token=(vision.get("spatial_merge_size") or hf_config.get("scale_factor") or 2) ** 2,
+            num_outputs=1 + len(vision.get("deepstack_visual_indexes") or ()),
+        )
+
+    def estimate_bytes(self, num_tokens: int, element_bytes: int, *, num_layers: int, num_inputs: int) -> int:
+        """Return the bytes of encoding images of `num_tokens` tokens.
+
+        A layer has, for each patch: the inputs of both norms and their results; queries, keys and values, and the first
+        two in float32 for the rotation; the attention's result; and the product before and after the activation. So
+        many layers have all of this at a time, and of so many more the inputs are kept. Before the layers there are
+        the pixel values, twice in float32 and once converted; after them, each projection has four rows of the
+        tower's width.
+        """
+        patch_elements = num_layers * (11 * self.hidden_size + 2 * self.intermediate_size)
+        patch_elements += num_inputs * self.hidden_size + self.pixel_elements + 4 * self.num_outputs * self.hidden_size
+        patch_bytes = patch_elements * element_bytes + 2 * 4 * self.pixel_elements
+        return num_tokens * self.patches_per_token * patch_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSize:
     """The dimensions of a model that determine its memory."""
 
@@ -72,7 +117,13 @@ class ModelSize:
     query_elements: int = 0  # elements of the queries per token and layer
     vocab_size: int = 0
     origin: str = "from its files"
+    vision: VisionSize | None = None  # None for a text model, and if the dimensions are guessed
     experts_note: str | None = None  # what to know about a mixture of experts before it is trained
+
+    @property
+    def num_tower_parameters(self) -> int:
+        """The number of parameters of the vision tower."""
+        return 0 if self.vision is None else self.vision.num_parameters
 
     @property
     def num_kv_layers(self) -> int:
@@ -111,7 +162,7 @@ class ModelSize:
     @classmethod
     def _from_files(cls, directory: Path) -> "ModelSize":
         hf_config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        experts_note, hf_config = describe_experts(hf_config), hf_config.get("text_config") or hf_config
+        full_config, hf_config = hf_config, hf_config.get("text_config") or hf_config
         hidden_size, num_heads = hf_config.get("hidden_size", 0), hf_config.get("num_attention_heads", 1)
         head_dim = hf_config.get("head_dim") or hidden_size // num_heads
         shapes = read_tensor_shapes(directory)
@@ -119,7 +170,7 @@ class ModelSize:
             raise WeightsRefused(f"{directory} has no weights")
         recurrent_layers = [name for name in hf_config.get("layer_types") or () if name in RECURRENT_LAYER_TYPES]
         return cls(
-            num_parameters=sum(math.prod(shape) for shape in shapes.values()),
+            num_parameters=_count_elements(shapes, ("",)),
             num_layers=hf_config.get("num_hidden_layers", 0),
             hidden_size=hidden_size,
             intermediate_size=max(
@@ -130,12 +181,11 @@ class ModelSize:
             state_elements=sum(_count_state_elements(name, hf_config) for name in recurrent_layers),
             num_recurrent_layers=len(recurrent_layers),
             mixer_elements=max((_count_mixer_elements(name, hf_config) for name in recurrent_layers), default=0),
-            num_outer_parameters=sum(
-                math.prod(shape) for name, shape in shapes.items() if any(part in name for part in OUTER_MATRIX_NAMES)
-            ),
+            num_outer_parameters=_count_elements(shapes, OUTER_MATRIX_NAMES),
             query_elements=head_dim * num_heads,
             vocab_size=hf_config.get("vocab_size", 0),
-            experts_note=experts_note,
+            vision=VisionSize.from_config(full_config, num_parameters=_count_elements(shapes, TOWER_NAMES)),
+            experts_note=describe_experts(full_config),
         )
 
     @classmethod
@@ -147,6 +197,11 @@ class ModelSize:
         sizes = (num_layers, hidden_size, 3 * hidden_size, 2 * 1024)
         vocab_size = num_outer // hidden_size
         return cls(num_parameters, *sizes, num_outer_parameters=num_outer, vocab_size=vocab_size, origin=GUESSED_ORIGIN)
+
+
+def _count_elements(shapes: Mapping[str, Sequence[int]], parts: Sequence[str]) -> int:
+    """Return the elements of all tensors in whose names one of the parts occurs."""
+    return sum(math.prod(shape) for name, shape in shapes.items() if any(part in name for part in parts))
 
 
 def _count_state_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
@@ -192,8 +247,9 @@ def estimate_rank(
     is_separate = (element_bytes < MASTER_BYTES and num_ranks > 1) or trainer.lora.enabled
     master_bytes = MASTER_BYTES if is_separate else MASTER_BYTES - element_bytes
     inner_bytes = element_bytes if quantize is None else QUANTIZED_BYTES[quantize]
-    weight_bytes = model.num_outer_parameters * element_bytes + int(num_trained * master_bytes)
-    weight_bytes += int((model.num_parameters - model.num_outer_parameters) * inner_bytes)
+    num_outer = model.num_outer_parameters + model.num_tower_parameters  # which are not quantized
+    weight_bytes = num_outer * element_bytes + int(num_trained * master_bytes)
+    weight_bytes += int((model.num_parameters - num_outer) * inner_bytes)
     num_tokens, num_recomputed = trainer.max_pack_tokens, min(trainer.num_recomputed_layers, model.num_layers)
     saved_elements = (model.num_layers - num_recomputed) * model.layer_elements + num_recomputed * model.hidden_size
     head_bytes = min(2 * num_tokens * model.vocab_size * element_bytes, HEAD_BYTES) if gpu else 0
@@ -204,9 +260,25 @@ def estimate_rank(
         weights=weight_bytes // num_ranks + copy_bytes,
         moments=count_moment_bytes(trainer, model) // num_ranks,
         gradients=int(num_trained * GRADIENT_BYTES) // num_ranks,
-        activations=num_tokens * saved_elements * element_bytes,
+        activations=num_tokens * saved_elements * element_bytes + (_estimate_image_bytes(trainer, model) if gpu else 0),
         workspace=TORCH_BASE_BYTES + max(head_bytes, recomputed_bytes),
     )
+
+
+def _estimate_image_bytes(trainer: TrainerConfig, model: ModelSize) -> int:
+    """Return the bytes of the images of a step, which are taken to have as many tokens as a pack; 0 for a text model.
+
+    If the tower is trained, the backward pass needs its activations or, if layers are recomputed, their inputs. The
+    features and their gradients are also in float32.
+    """
+    if (vision := model.vision) is None:
+        return 0
+    element_bytes = get_element_bytes(trainer.dtype, gpu=True)
+    num_tokens, num_layers, num_inputs = trainer.max_pack_tokens, 1, 0
+    if not (trainer.freeze_vision or trainer.lora.enabled):
+        num_layers, num_inputs = (1, vision.num_layers) if trainer.num_recomputed_layers else (vision.num_layers, 0)
+    tower_bytes = vision.estimate_bytes(num_tokens, element_bytes, num_layers=num_layers, num_inputs=num_inputs)
+    return tower_bytes + num_tokens * vision.num_outputs * model.hidden_size * (element_bytes + 2 * GRADIENT_BYTES)
 
 
 def check_recompute_layers(trainer: TrainerConfig, num_layers: int) -> None:
@@ -218,7 +290,9 @@ def check_recompute_layers(trainer: TrainerConfig, num_layers: int) -> None:
 
 def count_trained(trainer: TrainerConfig, model: ModelSize) -> float:
     """Return the number of parameters that are trained."""
-    return model.num_parameters * (ADAPTER_FRACTION * trainer.lora.rank if trainer.lora.enabled else 1)
+    if trainer.lora.enabled:
+        return model.num_parameters * ADAPTER_FRACTION * trainer.lora.rank
+    return model.num_parameters - (model.num_tower_parameters if trainer.freeze_vision else 0)
 
 
 def count_moment_bytes(trainer: TrainerConfig, model: ModelSize) -> int:
