@@ -4,11 +4,12 @@ import dataclasses
 import json
 import math
 import shutil
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3Config, Qwen3MoeConfig
 
 from ramify.infer.config import EngineConfig
 from ramify.launch.memory import estimate_engine
@@ -29,6 +30,45 @@ def test_model_size_is_read_or_guessed():
     assert ModelSize.from_name("org/no-size") is None
 
 
+def test_a_mixture_of_experts_has_the_width_of_its_active_parameters():
+    mixture, dense = ModelSize.from_name("Qwen/Qwen3-30B-A3B-Instruct-2507"), ModelSize.from_name("org/Some-30B")
+    assert mixture.num_parameters == dense.num_parameters == 30 * 10**9
+    assert (mixture.num_layers, dense.num_layers) == (47, 47)  # Qwen3-30B-A3B has 48, with a hidden size of 2,048
+    assert mixture.hidden_size == 2176 and dense.hidden_size > 6000
+    assert mixture.num_outer_parameters < dense.num_outer_parameters
+    assert mixture.layer_elements * mixture.num_layers == pytest.approx(48 * (20 * 2048 + 3 * 6144 + 13824), rel=0.1)
+
+
+def test_the_experts_of_a_token_have_the_activations_that_autograd_keeps():
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128}
+    experts = {"moe_intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 8}
+
+    def count_kept(config) -> float:
+        """Return the elements that the backward pass of one layer keeps per token."""
+        model, ids = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), torch.arange(512)[None] % 128
+        return count_kept_bytes(model, lambda: model.model(input_ids=ids, use_cache=False)) / 2 / 512
+
+    dense = count_kept(Qwen3Config(num_hidden_layers=1, intermediate_size=8 * 96, **sizes))
+    mixture = count_kept(Qwen3MoeConfig(num_hidden_layers=1, **experts, **sizes))
+    plain, sparse = (ModelSize(10**9, 1, 256, 768, 128, num_active_experts=number) for number in (0, 8))
+    assert sparse.layer_elements - plain.layer_elements == pytest.approx(mixture - dense, rel=0.1)
+
+
+def count_kept_bytes(module: torch.nn.Module, forward: Callable[[], object]) -> int:
+    """Return the bytes of the tensors that autograd keeps for the backward pass, without the module's weights."""
+    kept, weights = dict[int, int](), {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+    tensors = list[torch.Tensor]()  # so that no address is used again
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        forward()
+    return sum(num_bytes for pointer, num_bytes in kept.items() if pointer not in weights)
+
+
 def test_null_in_a_model_config_means_the_default(tmp_path):
     shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
     file = tmp_path / "model" / "config.json"
@@ -43,8 +83,9 @@ def test_a_model_with_recurrent_layers_has_their_states(tmp_path):
     assert size is not None
     assert size.num_kv_layers == 1
     assert size.state_elements == sum(math.prod(spec.shape) for spec in specs) > 0
-    # 2 key heads and 4 value heads of 8, hidden size 32, inner size 64; 4 heads of attention and 2 of keys, of 8
-    assert size.layer_elements == 4 * 32 + 3 * 64 + (2 * (3 * 64 + 3 * 32 + 64 * 4) + 3 * 32 + 3 * 16) // 3
+    # 2 key heads and 4 value heads of 8, hidden size 32, inner size 64; 4 heads of attention and 2 of keys, of 8;
+    # 2 experts process a token
+    assert size.layer_elements == (4 + 2 * 2) * 32 + 3 * 64 + (2 * (3 * 64 + 3 * 32 + 64 * 4) + 3 * 32 + 3 * 16) // 3
     assert ModelSize.from_name("tiny").state_elements == 0
 
 
@@ -86,18 +127,7 @@ def test_a_vision_tower_has_the_activations_that_autograd_keeps(family):
     size = VisionSize.from_config(config.to_dict(), num_parameters=0)
     tower, num_images = get_vision_tower(model), 8
     images = [process(family, bytes([number])) for number in range(num_images)]
-    kept, weights = dict[int, int](), {weight.untyped_storage().data_ptr() for weight in tower.parameters()}
-    tensors = list[torch.Tensor]()
-
-    def record(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        tensors.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        tower.encode(images)
-    num_kept = sum(num_bytes for pointer, num_bytes in kept.items() if pointer not in weights)
+    num_kept = count_kept_bytes(model, lambda: tower.encode(images))
     num_tokens = sum(image.num_tokens for image in images)
     estimate = size.estimate_bytes(num_tokens, 2, num_layers=size.num_layers, num_inputs=0)
     assert 0.99 * num_kept <= estimate <= 1.5 * num_kept

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
-from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, describe_experts
+from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, describe_experts, read_expert_counts
 from ramify.model.forest_chunks import CHUNK_SIZE
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights_manifest import read_tensor_shapes
@@ -30,7 +30,8 @@ ADAPTER_FRACTION = 7e-4  # parameters of adapters with rank 1, relative to the m
 HEAD_BYTES = 5 << 30  # of the logits, and of their gradients, that the LM head has at a time on a GPU
 GUESSED_ORIGIN = "guessed from its name"
 TOWER_NAMES = ("visual.", "vision_model.", "connector.")  # parts of the names of weights of vision towers
-SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
+SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?:-A(\d+(?:\.\d+)?)B)?(?![a-z])", re.IGNORECASE)  # 8B, 30B-A3B
+GUESSED_EXPERTS = 8  # that process a token, of a mixture of experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class ModelSize:
     state_elements: int = 0  # elements of the states of all recurrent layers, per request
     num_recurrent_layers: int = 0
     mixer_elements: int = 0  # activations per token of what a recurrent layer has in place of attention
+    num_active_experts: int = 0  # that process a token, of a mixture of experts
     num_outer_parameters: int = 0  # parameters of embeddings and head, whose moments are always float32
     query_elements: int = 0  # elements of the queries per token and layer
     vocab_size: int = 0
@@ -135,12 +137,14 @@ class ModelSize:
         """The activations of one layer per token that the backward pass needs, in elements; the mean of all layers.
 
         Inputs of both norms and their results; queries before and after the rotation, and the attention's result; keys
-        before and after the rotation, and values; gate, up, and their product.
+        before and after the rotation, and values; gate, up, and their product. Of a mixture, each active expert's input
+        and result.
         """
         queries = self.query_elements or self.hidden_size
         attention = 3 * queries + 3 * self.kv_elements // 2
         mixers = self.num_kv_layers * attention + self.num_recurrent_layers * self.mixer_elements
-        return 4 * self.hidden_size + 3 * self.intermediate_size + mixers // max(1, self.num_layers)
+        hidden = (4 + 2 * self.num_active_experts) * self.hidden_size
+        return hidden + 3 * self.intermediate_size + mixers // max(1, self.num_layers)
 
     @property
     def is_guessed(self) -> bool:
@@ -157,7 +161,8 @@ class ModelSize:
         if match is None:
             return None
         scale = {"B": 10**9, "M": 10**6}[match[2].upper()]
-        return cls._from_parameter_count(int(float(match[1]) * scale))
+        num_active = None if match[3] is None else int(float(match[3]) * 10**9)
+        return cls._from_parameter_counts(int(float(match[1]) * scale), num_active)
 
     @classmethod
     def _from_files(cls, directory: Path) -> "ModelSize":
@@ -165,7 +170,7 @@ class ModelSize:
         full_config, hf_config = hf_config, hf_config.get("text_config") or hf_config
         hidden_size, num_heads = hf_config.get("hidden_size", 0), hf_config.get("num_attention_heads", 1)
         head_dim = hf_config.get("head_dim") or hidden_size // num_heads
-        shapes = read_tensor_shapes(directory)
+        shapes, experts = read_tensor_shapes(directory), read_expert_counts(full_config)
         if not shapes:
             raise WeightsRefused(f"{directory} has no weights")
         recurrent_layers = [name for name in hf_config.get("layer_types") or () if name in RECURRENT_LAYER_TYPES]
@@ -181,6 +186,7 @@ class ModelSize:
             state_elements=sum(_count_state_elements(name, hf_config) for name in recurrent_layers),
             num_recurrent_layers=len(recurrent_layers),
             mixer_elements=max((_count_mixer_elements(name, hf_config) for name in recurrent_layers), default=0),
+            num_active_experts=0 if experts is None else experts.active,
             num_outer_parameters=_count_elements(shapes, OUTER_MATRIX_NAMES),
             query_elements=head_dim * num_heads,
             vocab_size=hf_config.get("vocab_size", 0),
@@ -189,14 +195,26 @@ class ModelSize:
         )
 
     @classmethod
-    def _from_parameter_count(cls, num_parameters: int) -> "ModelSize":
-        """Guess typical dimensions: 36 layers at 8 B, 12 hidden² parameters per layer, an eighth in the embeddings."""
-        num_outer = num_parameters // 8
+    def _from_parameter_counts(cls, num_parameters: int, num_active: int | None) -> "ModelSize":
+        """Guess typical dimensions: 36 layers at 8 B, 12 hidden² parameters per layer, an eighth in the embeddings.
+
+        A mixture of experts has the layers of a model with all its parameters, with the width of the active ones.
+        """
+        num_used = num_active or num_parameters
+        num_outer = num_used // 8
         num_layers = max(1, round(36 * (num_parameters / 8e9) ** 0.2))
-        hidden_size = round(((num_parameters - num_outer) / (12 * num_layers)) ** 0.5 / 128) * 128 or 128
-        sizes = (num_layers, hidden_size, 3 * hidden_size, 2 * 1024)
-        vocab_size = num_outer // hidden_size
-        return cls(num_parameters, *sizes, num_outer_parameters=num_outer, vocab_size=vocab_size, origin=GUESSED_ORIGIN)
+        hidden_size = round(((num_used - num_outer) / (12 * num_layers)) ** 0.5 / 128) * 128 or 128
+        return cls(
+            num_parameters,
+            num_layers,
+            hidden_size,
+            intermediate_size=3 * hidden_size,
+            kv_elements=2 * 1024,
+            num_active_experts=GUESSED_EXPERTS if num_active else 0,
+            num_outer_parameters=num_outer,
+            vocab_size=num_outer // hidden_size,
+            origin=GUESSED_ORIGIN,
+        )
 
 
 def _count_elements(shapes: Mapping[str, Sequence[int]], parts: Sequence[str]) -> int:
