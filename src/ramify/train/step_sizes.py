@@ -6,6 +6,7 @@ moments. The plan of an RL run chooses them together with the sizes of its engin
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,8 @@ from ramify.train.memory import ModelSize, estimate_rank
 
 PACK_SIZES = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
 PACK_MULTIPLE = 128  # `pack_tokens` is a multiple of it
-PACK_LOSS_TOKENS = 1024  # lost per pack: padding, and the sum of its gradients
-REPEATED_FRACTION = 0.25  # of `seq_len`, computed again per pack: a prefix that the tree of another pack has too
+PACK_LOSS_TOKENS = 512  # lost per pack; at 7.1 B, four packs of 4k took at most 1.12 times as long as one of 16k
+REPEATED_FRACTION = 0.25  # of `seq_len`, computed again in each pack: a prefix that the tree of another pack has too
 RECOMPUTED_FRACTIONS = (0, 0.25, 0.5, 0.75, 1)  # of the layers
 RECOMPUTE_COST = 1 / 3  # of a step, if all layers are recomputed: a forward pass more
 ADAPTER_RECOMPUTE_COST = 1 / 2  # with adapters, whose backward pass has no weight gradients of the layers
@@ -53,22 +54,47 @@ def list_moments(trainer: TrainerConfig, num_ranks: int) -> list[str | None]:
 
 
 def list_step_options(trainer: TrainerConfig, model: ModelSize, seq_len: int, moments: str | None) -> list[SizeOption]:
-    """Return the sizes of a step to choose from on GPUs. A pack holds `seq_len` tokens: a path is never split."""
+    """Return the sizes of a step to choose from on GPUs. A pack holds `seq_len` tokens: a path is never split.
+
+    Packs of long paths may be larger than the others, because a pack with one path repeats the most.
+    """
     packs = layers = list[int | None]([None])
     if trainer.pack_tokens == "auto":
-        longest = -(-seq_len // PACK_MULTIPLE) * PACK_MULTIPLE
+        longest = round_up_pack(seq_len)
         packs = [longest, *(tokens for tokens in PACK_SIZES if tokens > longest)]
         packs = packs if longest >= PACK_SIZES[-1] else packs[1:]
+        packs += [tokens for tokens in (round_up_pack(1.5 * seq_len), 2 * longest) if tokens > PACK_SIZES[0]]
     if trainer.recompute_layers == "auto":
         layers = list(dict.fromkeys(round(fraction * model.num_layers) for fraction in RECOMPUTED_FRACTIONS))
-    recompute_cost = ADAPTER_RECOMPUTE_COST if trainer.lora.enabled else RECOMPUTE_COST
     options: list[SizeOption] = []
     for num_tokens, num_layers in itertools.product(packs, layers):
         sizes = {MOMENTS_KEY: moments, PACKS_KEY: num_tokens, LAYERS_KEY: num_layers}
-        cost = 1 + (PACK_LOSS_TOKENS + REPEATED_FRACTION * seq_len) / num_tokens if num_tokens else 1.0
-        cost *= 1 + recompute_cost * num_layers / model.num_layers if num_layers else 1.0
+        cost = estimate_step_cost(trainer, model, seq_len, num_tokens=num_tokens, num_layers=num_layers)
         options.append(SizeOption({key: value for key, value in sizes.items() if value is not None}, cost))
     return options
+
+
+def estimate_step_cost(
+    trainer: TrainerConfig, model: ModelSize, seq_len: int, *, num_tokens: int | None, num_layers: int | None
+) -> float:
+    """Return the time of a step with these sizes, relative to one huge pack without recomputed layers.
+
+    A size that is None does not count. In every pack, the tokens of a prefix that another pack has too do not advance
+    the step.
+    """
+    cost = 1.0
+    if num_tokens:
+        num_new = num_tokens - REPEATED_FRACTION * min(seq_len, num_tokens)
+        cost *= num_tokens / num_new * (1 + PACK_LOSS_TOKENS / num_tokens)
+    if num_layers:
+        recompute_cost = ADAPTER_RECOMPUTE_COST if trainer.lora.enabled else RECOMPUTE_COST
+        cost *= 1 + recompute_cost * num_layers / model.num_layers
+    return cost
+
+
+def round_up_pack(num_tokens: float) -> int:
+    """Return the smallest allowed size of a pack of this many tokens."""
+    return math.ceil(num_tokens / PACK_MULTIPLE) * PACK_MULTIPLE
 
 
 def choose_sizes(
