@@ -7,8 +7,10 @@ Their tokenizer has the 256 bytes, two marks of messages and numbered words, so 
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 VOCAB = 39_000
 SIZES = {  # name: hidden size, intermediate size, layers, attention heads
@@ -28,7 +30,7 @@ def write_random_qwen(directory: Path, size: str = "0.5b", vocab_size: int = VOC
         return directory
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     marks = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
@@ -42,8 +44,22 @@ def write_random_qwen(directory: Path, size: str = "0.5b", vocab_size: int = VOC
     )
     fast.save_pretrained(directory)
     torch.manual_seed(0)
+    config = build_config(size, vocab_size)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return directory
+
+
+def build_config(size: str, vocab_size: int = VOCAB) -> Any:
+    """Return the config of the model."""
+    from transformers import Qwen3Config
+
     hidden_size, intermediate_size, num_layers, num_heads = SIZES[size]
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -57,12 +73,27 @@ def write_random_qwen(directory: Path, size: str = "0.5b", vocab_size: int = VOC
         eos_token_id=0,
         pad_token_id=2,
     )
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+
+
+def write_shapes(directory: Path, size: str, vocab_size: int = VOCAB) -> Path:
+    """Write config and weights whose file has only names and shapes: enough to plan a run, and no space on the disk."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = build_config(size, vocab_size)
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(directory)
-    del model
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, weight in model.named_parameters():  # without tied copies
+        header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [offset, offset + weight.nbytes]}
+        offset += weight.nbytes
+    text = json.dumps(header).encode()
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + offset)  # sparse
+    config.save_pretrained(directory)
     return directory
 
 

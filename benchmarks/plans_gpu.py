@@ -7,6 +7,10 @@ reported too. Several configurations run side by side while their limits fit the
 
 With `--hand`, some trainers also take a step with six settings made by hand, as fast as each fits; compared is the
 speed with the planned sizes.
+
+The cases follow from `--seed` and `--memories`. Each is printed as soon as it has ended and added to `plans.jsonl` in
+`--output`, so what a killed run has measured is not lost. `--plan-only` needs no GPU: it prints the plans, and the
+time of a step that the planner expects with them and with the settings by hand, relative to one huge pack.
 """
 
 from __future__ import annotations
@@ -26,20 +30,24 @@ from _check import NO_COMPETITOR, Row, finish, parser
 
 from ramify.core.config import parse
 from ramify.core.errors import ClusterTooSmall
-from ramify.launch.capacity import place_run, plan_sizes
+from ramify.infer.config import EngineConfig
+from ramify.launch.capacity import fits, place_run, plan_sizes
 from ramify.launch.launcher import ClusterNode
 from ramify.orchestrate.run_config import RunConfig
+from ramify.train.memory import ModelSize
+from ramify.train.step_sizes import estimate_step_cost
 
 GIB = 1 << 30
 MODELS, MEMORIES = ("0.5b", "4b", "8b"), (24, 48, 80, 140)
 SEQ_LENS, GROUP_SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768), (4, 8, 16, 32, 64)
 CONTEXTS_GIB = 2  # of the two processes of a run, outside the allocator of torch
 USABLE_GIB = 138  # of the GPU, by all processes
-MAX_RUNNING, CASE_TIMEOUT, POLL_INTERVAL = 5, 400.0, 0.2
+MAX_RUNNING, MODEL_TIMEOUT, POLL_INTERVAL = 5, 400.0, 0.2
 HAND_SETTINGS = ((16384, 0.0), (16384, 1.0), (8192, 0.0), (8192, 1.0), (4096, 0.0), (4096, 0.5))
 HAND_SPEED = 0.85
 NEW_TOKENS = 8
 TASKSET = Path(__file__).with_name("_long_prompts.py")
+RESULTS_FILE = "plans.jsonl"
 
 
 def draw_cases(count: int, seed: int, memories: Sequence[int]) -> list[dict[str, Any]]:
@@ -61,11 +69,53 @@ def plan_case(case: dict[str, Any], model: Path) -> RunConfig:
         "max_steps": 8,
     }
     config = parse(RunConfig, [argument for key, value in flags.items() for argument in (f"--{key}", str(value))])
-    memory = case["memory"] * GIB
-    node = ClusterNode("this", "127.0.0.1", 16, 1, gpu_memory=memory, is_head=True, allows_sharing=True)
+    node = build_node(case)
     planned, _ = plan_sizes(config, [node])
     place_run(planned, [node], user_config=config)
     return planned
+
+
+def build_node(case: dict[str, Any]) -> ClusterNode:
+    """Return the machine of a case."""
+    memory = case["memory"] * GIB
+    return ClusterNode("this", "127.0.0.1", 16, 1, gpu_memory=memory, is_head=True, allows_sharing=True)
+
+
+def format_plan(case: dict[str, Any], model: Path) -> str:
+    """Return the plan of a case, and what the planner expects of it and of the settings by hand."""
+    size = ModelSize.from_name(str(model))
+    assert size is not None
+    kind = "lora" if case["lora"] else "all"
+    name = f"{case['number']:2} {case['model']:>4} {kind:>4} {case['memory']:3} GiB"
+    name += f" {case['seq_len']:5} x {case['group']:2}"
+    try:
+        config = plan_case(case, model)
+    except ClusterTooSmall as error:
+        return f"{name}: refused: {error.message.splitlines()[-1]}"
+    trainer, inference = config.trainer, config.inference
+    assert isinstance(inference, EngineConfig) and inference.kv_cache_tokens is not None
+
+    def expect(num_tokens: int, num_layers: int) -> str:
+        """Return the relative time of a step, and whether it fits beside the planned engine."""
+        cost = estimate_step_cost(trainer, size, case["seq_len"], num_tokens=num_tokens, num_layers=num_layers)
+        sizes = {"pack_tokens": num_tokens, "recompute_layers": num_layers}
+        tried = config.model_copy(update={"trainer": trainer.model_copy(update=sizes)})
+        return f"{num_tokens}/{num_layers} {cost:.2f}{'' if fits(tried, [build_node(case)]) else ' too large'}"
+
+    by_hand = [expect(*limits) for limits in list_hand_limits(case, size.num_layers)]
+    full_requests = inference.kv_cache_tokens / case["seq_len"]
+    sizes = [
+        expect(trainer.max_pack_tokens, trainer.num_recomputed_layers),
+        f"moments {trainer.optim.moments}",
+        f"running {inference.max_running_requests}",
+        f"cache {inference.kv_cache_tokens} ({full_requests:.3g} at full length)",
+    ]
+    return f"{name}: {', '.join(sizes)}; by hand {', '.join(by_hand)}"
+
+
+def list_hand_limits(case: dict[str, Any], num_layers: int) -> list[tuple[int, int]]:
+    """Return the tokens of a pack and the recomputed layers of each setting made by hand."""
+    return [(max(tokens, case["seq_len"]), round(share * num_layers)) for tokens, share in HAND_SETTINGS]
 
 
 def run_case(case: dict[str, Any], model: Path) -> dict[str, Any]:
@@ -168,8 +218,10 @@ def _compare_by_hand(trainer: Any, case: dict[str, Any]) -> dict[str, float]:
     maker, seq_len = TraceMaker(30_000), case["seq_len"]
     shares = [maker.ids(seq_len // 2) for _ in range(max(1, 65_536 // (seq_len * case["group"] // 2)))]
     forests = _build_forests([[maker.chain(prompt, seq_len // 2) for _ in range(case["group"])] for prompt in shares])
-    num_layers, planned = trainer.policy.model.config.num_hidden_layers, trainer.activations.limits
-    by_hand = [ActivationLimits(max(tokens, seq_len), round(share * num_layers)) for tokens, share in HAND_SETTINGS]
+    planned = trainer.activations.limits
+    by_hand = [
+        ActivationLimits(*limits) for limits in list_hand_limits(case, trainer.policy.model.config.num_hidden_layers)
+    ]
     seconds: dict[str, float] = {}
     for limits in [planned, *by_hand]:
         trainer.activations.planned = limits
@@ -177,6 +229,8 @@ def _compare_by_hand(trainer: Any, case: dict[str, Any]) -> dict[str, float]:
         batch = _make_batch(pack_forests(forests, limits.pack_tokens))
         try:
             trainer.step(batch)
+            if trainer.activations.limits != limits:  # it did not fit
+                continue
             metrics = trainer.step(batch)
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -188,31 +242,46 @@ def _compare_by_hand(trainer: Any, case: dict[str, Any]) -> dict[str, float]:
 
 
 def run_all(cases: list[dict[str, Any]], home: Path, args: Any) -> list[dict[str, Any]]:
-    """Run cases in processes of their own, side by side while their memory fits; start none after `--limit` seconds."""
+    """Run cases in processes of their own, side by side while their memory fits.
+
+    After `--limit` seconds no case is started, and those that run are ended.
+    """
     started_at, results, waiting = time.monotonic(), list[dict[str, Any]](), list[dict[str, Any]]()
+
+    def add_result(result: dict[str, Any]) -> None:
+        results.append(result)
+        line = json.dumps({**result, "at_seconds": round(time.monotonic() - started_at, 1)})
+        print(line, flush=True)
+        with (args.output / RESULTS_FILE).open("a") as file:
+            file.write(f"{line}\n")
+
     for case in sorted(cases, key=lambda case: case["memory"]):
         try:
             plan_case(case, home / case["model"])
         except ClusterTooSmall as error:
-            results.append({**case, "outcome": "refused", "detail": str(error).splitlines()[-1]})
+            add_result({**case, "outcome": "refused", "detail": str(error).splitlines()[-1]})
         else:
             waiting.append({**case, "hand": len(waiting) < args.hand})
     running: list[tuple[dict[str, Any], subprocess.Popen[bytes], Path, float]] = []
-    while running or (waiting and time.monotonic() - started_at < args.limit):
+    last_end = started_at + args.limit
+    while running or (waiting and time.monotonic() < last_end):
         for entry in [entry for entry in running if _has_ended(*entry)]:
             running.remove(entry)
-            results.append(_read_result(*entry[:3]))
-            print(json.dumps(results[-1]), flush=True)
+            add_result(_read_result(*entry))
         free = USABLE_GIB - sum(_count_gib(entry[0]) for entry in running)
-        is_late = time.monotonic() - started_at > args.limit
-        if waiting and not is_late and len(running) < MAX_RUNNING and _count_gib(waiting[0]) <= free:
-            case = waiting.pop(0)
-            log = home / f"case-{case['number']}.log"
+        case = next((case for case in waiting if _count_gib(case) <= free), None)
+        if case is not None and time.monotonic() < last_end and len(running) < MAX_RUNNING:
+            waiting.remove(case)
+            log = args.output / f"case-{case['number']}.log"
             command = [sys.executable, __file__, "--case", json.dumps(case), "--home", str(home)]
-            process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT)
-            running.append((case, process, log, time.monotonic() + CASE_TIMEOUT))
+            with log.open("w") as output:
+                process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            deadline = min(last_end, time.monotonic() + (2 if case["hand"] else 1) * args.case_timeout)
+            running.append((case, process, log, deadline))
             continue
         time.sleep(POLL_INTERVAL)
+    for case in waiting:
+        add_result({**case, "outcome": "not finished", "detail": f"the limit of {args.limit:g} s was reached"})
     return results
 
 
@@ -228,12 +297,26 @@ def _has_ended(case: dict[str, Any], process: subprocess.Popen[bytes], log: Path
     return process.poll() is not None
 
 
-def _read_result(case: dict[str, Any], process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
-    lines = log.read_text().splitlines()
+def _read_result(case: dict[str, Any], process: subprocess.Popen[bytes], log: Path, deadline: float) -> dict[str, Any]:
+    text = log.read_text()
+    lines = text.splitlines()
     if process.returncode == 0 and lines:
         return {**case, **json.loads(lines[-1])}
-    is_full = "out of memory" in log.read_text().lower() or "GpuMemoryFull" in log.read_text()
-    return {**case, "outcome": "out of memory" if is_full else "failed", "detail": "\n".join(lines[-4:])}
+    is_full = "out of memory" in text.lower() or "GpuMemoryFull" in text
+    outcome = "out of memory" if is_full else "not finished" if time.monotonic() > deadline else "failed"
+    return {**case, "outcome": outcome, "detail": "\n".join(lines[-4:])}
+
+
+def print_plans(cases: list[dict[str, Any]]) -> int:
+    """Print the plan of each case, for models that are not made."""
+    from _random_qwen import write_shapes
+
+    with tempfile.TemporaryDirectory() as home:
+        for size in dict.fromkeys(case["model"] for case in cases):
+            write_shapes(Path(home, size), size)
+        for case in cases:
+            print(format_plan(case, Path(home, case["model"])), flush=True)
+    return 0
 
 
 def main() -> int:
@@ -242,7 +325,10 @@ def main() -> int:
     flags.add_argument("--seed", type=int, default=0, help="seed of the configurations")
     flags.add_argument("--memories", type=int, nargs="+", default=MEMORIES, help="GiB of the GPUs")
     flags.add_argument("--hand", type=int, default=0, help="cases that are compared with settings by hand")
-    flags.add_argument("--limit", type=float, default=3600.0, help="seconds after which no more cases are started")
+    flags.add_argument("--limit", type=float, default=3600.0, help="seconds after which no case is started or runs on")
+    flags.add_argument("--case-timeout", type=float, default=200.0, help="seconds of a case; twice with --hand")
+    flags.add_argument("--plan-only", action="store_true", help="print the plans, on any machine")
+    flags.add_argument("--output", type=Path, help=f"directory of {RESULTS_FILE} and logs; default: --home")
     flags.add_argument("--home", type=Path, help="directory of the models; a model that is there is not made again")
     flags.add_argument("--case", help=argparse.SUPPRESS)
     args: Any = flags.parse_args()
@@ -250,19 +336,26 @@ def main() -> int:
         case = json.loads(args.case)
         print(json.dumps(run_case(case, args.home / case["model"])))
         return 0
+    cases = draw_cases(args.cases, args.seed, args.memories)
+    if args.plan_only:
+        return print_plans(cases)
     import torch
 
     if not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU", file=sys.stderr)
         return NO_COMPETITOR
-    cases = draw_cases(args.cases, args.seed, args.memories)
     with tempfile.TemporaryDirectory() as temporary:
         home = args.home or Path(temporary)
         for size in dict.fromkeys(case["model"] for case in cases):
             script = Path(__file__).with_name("_random_qwen.py")
-            subprocess.run([sys.executable, script, home / size, size], check=True, timeout=CASE_TIMEOUT)
+            subprocess.run([sys.executable, script, home / size, size], check=True, timeout=MODEL_TIMEOUT)
+        args.output = args.output or home
+        args.output.mkdir(parents=True, exist_ok=True)
         results = run_all(cases, home, args)
-    counts = {name: float(sum(result["outcome"] == name for result in results)) for name in ("fits", "refused")}
+    counts = {
+        name: float(sum(result["outcome"] == name for result in results))
+        for name in ("fits", "refused", "not finished")
+    }
     rows = [Row(f"configurations: {name}", count, None, "") for name, count in counts.items()]
     for name in ("lowered", "out of memory", "failed"):
         count = float(sum(result["outcome"] == name for result in results))
