@@ -1,8 +1,9 @@
 """The random models of the GPU benchmarks: shapes of Qwen3 with a smaller vocabulary, in bfloat16.
 
-    _random_qwen.py DIRECTORY [SIZE [VOCABULARY]]
+    _random_qwen.py DIRECTORY [SIZE [VOCABULARY [chat]]]
 
 Their tokenizer has the 256 bytes, two marks of messages and numbered words, so that every sampled id can be decoded.
+With `chat`, it also has the marks of tool calls, merges that are trained on the docs, and the chat template of Qwen3.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 VOCAB = 39_000
 SIZES = {  # name: hidden size, intermediate size, layers, attention heads
+    "tiny": (256, 512, 2, 4),  # to try a script itself
     "0.5b": (1024, 3072, 28, 16),  # 0.48 B with the small vocabulary
     "4b": (2560, 9728, 36, 32),  # 3.7 B
     "8b": (4096, 12288, 36, 32),  # 7.1 B
@@ -24,23 +26,27 @@ TEMPLATE = (
 )
 
 
-def write_random_qwen(directory: Path, size: str = "0.5b", vocab_size: int = VOCAB) -> Path:
+ROOT = Path(__file__).parents[1]
+CHAT_TEMPLATE = ROOT / "tests" / "support" / "templates" / "qwen3-2507.jinja"
+MARKS = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
+CHAT_MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+NUM_MERGES = 8000
+
+
+def write_random_qwen(
+    directory: Path, size: str = "0.5b", vocab_size: int = VOCAB, *, is_for_chat: bool = False
+) -> Path:
     """Write the model, unless it is there. It is made on the GPU if there is one."""
     if (directory / "config.json").is_file():
         return directory
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    marks = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
-    words = [f"w{number}" for number in range(vocab_size - len(alphabet) - len(marks))]
-    vocab = {token: index for index, token in enumerate([*marks, *alphabet, *words])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(marks)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
+        tokenizer_object=_build_tokenizer(vocab_size, is_for_chat=is_for_chat),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE.read_text("utf-8") if is_for_chat else TEMPLATE,
     )
     fast.save_pretrained(directory)
     torch.manual_seed(0)
@@ -54,6 +60,30 @@ def write_random_qwen(directory: Path, size: str = "0.5b", vocab_size: int = VOC
     return directory
 
 
+def _build_tokenizer(vocab_size: int, *, is_for_chat: bool) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    pieces, merges = sorted(pre_tokenizers.ByteLevel.alphabet()), list[tuple[str, str]]()
+    marks = [*MARKS, *(CHAT_MARKS if is_for_chat else ())]
+    if is_for_chat:
+        trained = Tokenizer(models.BPE())
+        trained.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+        texts = [file.read_text("utf-8") for file in sorted((ROOT / "docs").glob("*.md"))]
+        trainer = trainers.BpeTrainer(vocab_size=NUM_MERGES, initial_alphabet=pieces, show_progress=False)
+        trained.train_from_iterator(texts, trainer)
+        saved = json.loads(trained.to_str())["model"]
+        pieces, merges = list(saved["vocab"]), [tuple(merge) for merge in saved["merges"]]
+    words = [f"w{number}" for number in range(vocab_size)]
+    vocab = {token: index for index, token in enumerate(dict.fromkeys([*marks, *pieces, *words]))}
+    vocab = {token: index for token, index in vocab.items() if index < vocab_size}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=is_for_chat)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(MARKS)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in marks[len(MARKS) :]])
+    return tokenizer
+
+
 def build_config(size: str, vocab_size: int = VOCAB) -> Any:
     """Return the config of the model."""
     from transformers import Qwen3Config
@@ -65,7 +95,7 @@ def build_config(size: str, vocab_size: int = VOCAB) -> Any:
         intermediate_size=intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
-        num_key_value_heads=8,
+        num_key_value_heads=min(8, num_heads),
         head_dim=128,
         max_position_embeddings=40_960,
         tie_word_embeddings=True,
@@ -98,4 +128,5 @@ def write_shapes(directory: Path, size: str, vocab_size: int = VOCAB) -> Path:
 
 
 if __name__ == "__main__":
-    print(write_random_qwen(Path(sys.argv[1]), *sys.argv[2:3], *map(int, sys.argv[3:4])))
+    is_for_chat = sys.argv[4:] == ["chat"]
+    print(write_random_qwen(Path(sys.argv[1]), *sys.argv[2:3], *map(int, sys.argv[3:4]), is_for_chat=is_for_chat))

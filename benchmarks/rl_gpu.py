@@ -17,6 +17,9 @@ learns by SFT on the teacher's replies in 20 steps, and by on-policy distillatio
 
 The run `mismatch` samples and trains in turns, so that every token is trained by the weights that sampled it,
 and shows how far the logprobs of trainer and engine are apart in bfloat16.
+
+`--only smoke` takes two steps of each example with a random model of the shape of Qwen3-4B, and Qwen3's chat template
+(`_smoke.py`).
 """
 
 from __future__ import annotations
@@ -202,6 +205,7 @@ SPEED_TARGETS = {  # size: row, target, whether it is the least
     "8b": {"GPU memory at most": (135.0, False)},
 }
 TAIL_STALENESS, TAIL_SPEEDUP, TAIL_LONGEST = 4, 2.0, 2048
+QWEN_VOCABULARY = 151_936
 TRL_MICRO_BATCHES = (16, 32, 64, 128)
 
 
@@ -507,21 +511,38 @@ def mismatch(home: Path, model: Path, args: Any) -> list[Row]:
     return [tokens, *rows[1:]]
 
 
+def smoke(home: Path, args: Any) -> int:
+    """Take two steps of each example with a random model; return 1 if one of them failed."""
+    from _smoke import run_examples
+
+    model, script = home / f"random-{args.shape}-chat", Path(__file__).with_name("_random_qwen.py")
+    vocabulary = QWEN_VOCABULARY if args.device == "cuda" else 9_000
+    # In a process of its own, so that this one uses no GPU memory.
+    subprocess.run([sys.executable, script, model, args.shape, str(vocabulary), "chat"], check=True, timeout=TIMEOUT)
+    return run_examples(args.model or model, home, args)
+
+
 def main() -> int:
     flags = parser(__doc__, shown_flags=["--trl-python", "--smollm2"])
     flags.add_argument("--model", help="another model than --smollm2: a name or a directory")
     flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="device of engine and trainer")
     flags.add_argument(
-        "--only", choices=["learn", "mismatch", "distil", "speed", "tail"], help="do only one of the runs"
+        "--only", choices=["learn", "mismatch", "distil", "speed", "tail", "smoke"], help="do only one of the runs"
     )
+    flags.add_argument("--shape", choices=["tiny", "0.5b", "4b", "8b"], default="4b", help="model of `smoke`")
+    flags.add_argument("--examples", nargs="+", default=[], metavar="NAME", help="only these of `smoke`: wordle/rl ...")
+    flags.add_argument("--run-timeout", type=float, default=120.0, help="seconds of a run of `smoke`")
+    flags.add_argument("--limit", type=float, default=3600.0, help="seconds after which `smoke` starts no more runs")
     flags.add_argument("--staleness", type=int, choices=[0, 1], help="max_staleness of `speed`; both if not given")
     flags.add_argument("--speed-steps", type=int, default=16, help="steps of `speed`")
     flags.add_argument("--size", choices=list(SPEED_TARGETS), default="0.5b", help="size of the model of `speed`")
     flags.add_argument("--vocabulary", type=int, default=39_000, help="vocabulary of the model of `speed`")
     flags.add_argument("--max-tokens", type=int, default=256, help="new tokens of `speed`")
     flags.add_argument("--resume", action="store_true", help="continue `speed` for a step from its last checkpoint")
-    flags.add_argument("--output", type=Path, help="output directory of the runs of `speed`, such as one in memory")
-    flags.add_argument("--rl-flags", default="", help="more flags for `ramify rl` of `speed`, such as LoRA's")
+    flags.add_argument("--output", type=Path, help="output directory of `speed` and `smoke`, such as one in memory")
+    flags.add_argument(
+        "--rl-flags", default="", help="more flags for `ramify rl` of `speed` and `smoke`, such as LoRA's"
+    )
     flags.add_argument("--tail-steps", type=int, default=24, help="steps of `tail`")
     flags.add_argument("--tail-longest", type=int, default=TAIL_LONGEST, help="tokens of the longest reply of `tail`")
     flags.add_argument("--home", type=Path, help="keep the runs here; a warm-up that is there is not made again")
@@ -538,7 +559,7 @@ def main() -> int:
     flags.add_argument("--mismatch-batch", type=int, default=512, help="rollouts per step of `mismatch`")
     args: Any = flags.parse_args()
     args.name = args.model or args.smollm2
-    if args.name is None and args.only not in ("speed", "tail"):
+    if args.name is None and args.only not in ("speed", "tail", "smoke"):
         print("SmolLM2 (--smollm2) or another --model is needed", file=sys.stderr)
         return NO_COMPETITOR if args.check else 0
     if args.name and Path(args.name).is_dir():
@@ -547,6 +568,8 @@ def main() -> int:
         home: Path = args.home or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         home.mkdir(parents=True, exist_ok=True)
         home = home.resolve()
+        if args.only == "smoke":
+            return smoke(home, args)
         rows: list[Row] = speed(home, args) if args.only in (None, "speed") else []
         rows += tail(home, args) if args.only in (None, "tail") else []
         if args.only in ("speed", "tail"):
