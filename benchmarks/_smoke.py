@@ -47,6 +47,7 @@ STEPS, BATCH_SIZE, GROUP_SIZE, EVAL_TASKS, LENGTH_FACTOR = 2, 32, 4, 4, 4
 ALGORITHM = f"{Path(__file__).with_name('_alternating.py')}:Alternating"
 FAILURE = re.compile(r"^([A-Z][A-Za-z]+): ", re.MULTILINE)
 STOP_TIMEOUT = 30.0  # seconds
+MAX_FAILURE_CHARS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,7 @@ def run_example(name: str, file: Path, home: Path, *, model: Path, args: Any) ->
                 run.wait()
     seconds = time.monotonic() - started
     if code:
-        failures = FAILURE.findall(log.read_text())
-        failure = f"exit code {code}: {failures[-1] if failures else 'see ' + str(log)}"
+        failure = f"exit code {code}: {find_failure(log.read_text())}"
     values: dict[str, list[float]] = {}
     if not failure:
         for metric in read_metrics(output / stem):
@@ -134,6 +134,12 @@ def run_example(name: str, file: Path, home: Path, *, model: Path, args: Any) ->
         failure = f"trained {steps} of {STEPS} steps"
     means = {key: statistics.fmean(values.get(key, [0.0])) for key in ("trainable", "mismatch_kl")}
     return SmokeResult(name, seconds, steps, means["trainable"], means["mismatch_kl"], failure)
+
+
+def find_failure(log: str) -> str:
+    """Return the name of the last failure in a log or, without one, the last line."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    return next(iter(FAILURE.findall(log)[-1:] or lines[-1:]), "nothing was logged")[:MAX_FAILURE_CHARS]
 
 
 def run_examples(model: Path, home: Path, args: Any) -> int:
