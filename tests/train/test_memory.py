@@ -9,7 +9,15 @@ from copy import deepcopy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Idefics3Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3VLConfig,
+    SmolVLMConfig,
+)
 
 from ramify.infer.config import EngineConfig
 from ramify.launch.memory import estimate_engine
@@ -131,6 +139,13 @@ def test_a_vision_tower_has_the_activations_that_autograd_keeps(family):
     num_tokens = sum(image.num_tokens for image in images)
     estimate = size.estimate_bytes(num_tokens, 2, num_layers=size.num_layers, num_inputs=0)
     assert 0.99 * num_kept <= estimate <= 1.5 * num_kept
+
+
+@pytest.mark.parametrize("config_class", [Idefics3Config, SmolVLMConfig, Qwen3VLConfig])
+def test_a_vision_config_may_leave_out_what_is_the_default(config_class):
+    full = config_class().to_dict()
+    brief = {"model_type": full["model_type"], "vision_config": {"hidden_size": None}}
+    assert VisionSize.from_config(brief, 0) == VisionSize.from_config(full, 0) is not None
 
 
 def test_images_take_memory_of_trainer_and_engine(tmp_path):

@@ -216,10 +216,8 @@ def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float
         num_requests = min(limits.max_running_requests, limits.max_num_batched_tokens)
         num_running = min(num_requests, max(MIN_RUNNING_REQUESTS, math.ceil(MAX_CACHE_SHARING * share * num_requests)))
         sizes: Settings = {"max_running_requests": num_running if is_auto else num_requests}
-        num_tokens, model = (
-            math.ceil(share * num_requests) * (inference.max_model_len or max_len),
-            find_size(model_name),
-        )
+        num_tokens = math.ceil(share * num_requests) * (inference.max_model_len or max_len)
+        model = find_size(model_name)
         if isinstance(inference, VLLMConfig):
             if inference.gpu_memory_utilization == "auto":
                 inference, memory = inference.model_copy(update=sizes), division.gpu_memory

@@ -16,6 +16,7 @@ from typing import Any
 from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, describe_experts, read_expert_counts
 from ramify.model.forest_chunks import CHUNK_SIZE
+from ramify.model.pack_layout import VISION_MODEL_TYPES
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights_manifest import read_tensor_shapes
 from ramify.train.config import TrainerConfig
@@ -30,6 +31,21 @@ ADAPTER_FRACTION = 7e-4  # parameters of adapters with rank 1, relative to the m
 HEAD_BYTES = 5 << 30  # of the logits, and of their gradients, that the LM head has at a time on a GPU
 GUESSED_ORIGIN = "guessed from its name"
 TOWER_NAMES = ("visual.", "vision_model.", "connector.")  # parts of the names of weights of vision towers
+IDEFICS3_VISION_DEFAULTS: dict[str, Any] = {  # of transformers, for keys that a config leaves out
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "patch_size": 32,
+}
+QWEN3_VISION_DEFAULTS: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
 SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?:-A(\d+(?:\.\d+)?)B)?(?![a-z])", re.IGNORECASE)  # 8B, 30B-A3B
 GUESSED_EXPERTS = 8  # that process a token, of a mixture of experts
 
@@ -73,18 +89,20 @@ class VisionSize:
 
     @classmethod
     def from_config(cls, hf_config: dict[str, Any], num_parameters: int) -> "VisionSize | None":
-        """Read the size from a Hugging Face config, whose keys depend on the family; None for a text model."""
-        if not (vision := hf_config.get("vision_config")):
+        """Read the size from a Hugging Face config, whose keys depend on the family; None if it takes no images."""
+        if (model_type := hf_config.get("model_type")) not in VISION_MODEL_TYPES:
             return None
-        num_channels = vision.get("in_channels") or vision.get("num_channels") or 3
+        defaults = QWEN3_VISION_DEFAULTS if model_type == "qwen3_vl" else IDEFICS3_VISION_DEFAULTS
+        vision = defaults | {key: value for key, value in (hf_config.get("vision_config") or {}).items() if value}
+        num_frames, num_channels = vision.get("temporal_patch_size", 1), vision.get("in_channels", 3)
         return cls(
             num_parameters,
-            num_layers=vision.get("depth") or vision.get("num_hidden_layers") or 0,
-            hidden_size=vision.get("hidden_size") or 0,
-            intermediate_size=vision.get("intermediate_size") or 0,
-            pixel_elements=(vision.get("temporal_patch_size") or 1) * num_channels * vision.get("patch_size", 0) ** 2,
+            num_layers=vision["depth" if model_type == "qwen3_vl" else "num_hidden_layers"],
+            hidden_size=vision["hidden_size"],
+            intermediate_size=vision["intermediate_size"],
+            pixel_elements=num_frames * num_channels * vision["patch_size"] ** 2,
             patches_per_token=(vision.get("spatial_merge_size") or hf_config.get("scale_factor") or 2) ** 2,
-            num_outputs=1 + len(vision.get("deepstack_visual_indexes") or ()),
+            num_outputs=1 + len(vision.get("deepstack_visual_indexes", ())),
         )
 
     def estimate_bytes(self, num_tokens: int, element_bytes: int, *, num_layers: int, num_inputs: int) -> int:
