@@ -1,23 +1,27 @@
 """An engine applies published adapters beside its base model; a model that is loaded from them has them merged."""
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ramify.core.errors import WeightsRefused
 from ramify.model.fused_model import FusedModel, _run_check_sequence, build_fused_model, build_hf_forward
 from ramify.model.kernels.cpu.decoder import CompiledDecoderOps
 from ramify.model.kernels.decoder_ops import DecoderOps
+from ramify.model.kernels.quantization import QuantizedMatrix, dequantize_matrix, quantize_matrix
 from ramify.model.load import load_config, load_engine_model, load_hf_model
-from ramify.model.lora import add_engine_adapters
-from ramify.model.quantization import dequantize_matrix, quantize_matrix
+from ramify.model.lora import add_engine_adapters, quantize_base
 from ramify.model.weights import apply_weights, get_untied_tensors, publish_weights, stage_weights
 from ramify.model.weights_manifest import PublishedAdapters, read_tensor_dtypes, read_tensor_shapes
 from ramify.trace.version import PolicyVersion
-from tests.support.models import HYBRIDS
+from ramify.train.memory import QUANTIZED_BYTES
 from tests.support.training import CONFIGS, build_model
 
 SCALING = 8 / 4
@@ -31,8 +35,8 @@ def base(request, tmp_path_factory) -> Path:
 
 
 def load_engine(base: Path, targets=(), quantize=None):
-    def add(module):
-        add_engine_adapters(module, 4, 8, targets, quantize)
+    def add(module, device):
+        add_engine_adapters(module, device, 4, 8, targets, quantize)
 
     return load_engine_model(base, dtype="float32", device="cpu", add_adapters=add)
 
@@ -132,3 +136,67 @@ def test_an_engine_rounds_its_base_as_the_trainer_does(base, tmp_path, mode):
         rows = torch.randn(3, linear.in_features)
         assert torch.allclose(linear(rows), merged.get_submodule(name)(rows), rtol=1e-4, atol=1e-5)
         assert merged(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", ["8bit", "4bit"])
+@pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj", "down_proj"]], ids=["all", "some"])
+def test_the_fused_forward_multiplies_with_the_codes_of_a_quantized_base(base, tmp_path, mode, targets):
+    """Projections of which only some parts are quantized are one dequantized matrix."""
+    module, rounded = load_engine(base, targets), load_engine(base, targets, mode)
+    quantize_base(module, mode, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        fused = FusedModel(module)
+        directory = publish(module, tmp_path / "version", base, mode)
+        for model in (module, rounded):
+            apply_weights(model, stage_weights(directory, model))
+        expected = _run_check_sequence(rounded, build_hf_forward(rounded))
+        for forward in (fused, build_hf_forward(module)):
+            assert torch.allclose(_run_check_sequence(module, forward), expected, rtol=1e-4, atol=1e-4)
+    layer = fused.weights.layers[0]
+    matrices = {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up, "down": layer.down}
+    quantized = {name for name, matrix in matrices.items() if isinstance(matrix, QuantizedMatrix)}
+    assert quantized == ({"down"} if targets else set(matrices))
+    queries = module.model.layers[0].self_attn.q_proj
+    views = queries.weight if targets else queries.weight_codes
+    assert views.data_ptr() == (layer.qkv if isinstance(layer.qkv, torch.Tensor) else layer.qkv.codes).data_ptr()
+
+
+class DeviceBytes(TorchDispatchMode):
+    """Counts the bytes of tensors on a device, now and at most; `meta` stands for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.most, self.known = 0, 0, weakref.WeakSet[Any]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+                storage = tensor.untyped_storage()
+                if storage not in self.known:
+                    self.known.add(storage)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._free, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return output
+
+    def _free(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+@pytest.mark.parametrize("mode", ["8bit", "4bit"])
+def test_a_gpu_never_holds_more_than_the_codes_and_one_matrix(tmp_path, mode):
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 24, "num_attention_heads": 4}
+    build_model(LlamaConfig(vocab_size=64, **sizes), "eager").save_pretrained(tmp_path)
+    module = load_hf_model(tmp_path, load_config(tmp_path), torch.bfloat16, None)
+    counts = [linear.weight.numel() for linear in module.model.layers.modules() if isinstance(linear, torch.nn.Linear)]
+    total = sum(parameter.nbytes for parameter in module.parameters())
+    device, other_bytes = torch.device("meta"), total - 2 * sum(counts)
+    with DeviceBytes() as memory:
+        add_engine_adapters(module, device, 2, 4, [], mode)
+        module.to(device)
+    adapter_bytes = sum(tensor.nbytes for tensor in get_untied_tensors(module).values())
+    held = memory.now - adapter_bytes - other_bytes
+    assert held == pytest.approx(QUANTIZED_BYTES[mode] * sum(counts), rel=0.01)
+    assert memory.most <= memory.now + 24 * max(counts)  # what quantizes a matrix works with
+    assert memory.most < total

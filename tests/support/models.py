@@ -81,14 +81,19 @@ FUSED: dict[str, dict[str, Any]] = {
 
 
 def write_llama(
-    directory: Path, seed: int = 0, positions: int = POSITIONS, head_dim: int = 8, vocab: int = VOCAB
+    directory: Path,
+    seed: int = 0,
+    positions: int = POSITIONS,
+    head_dim: int = 8,
+    vocab: int = VOCAB,
+    hidden_size: int = 32,
 ) -> Path:
     """Write a model whose weights are exact in bfloat16."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

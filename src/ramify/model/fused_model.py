@@ -18,11 +18,19 @@ from torch import Tensor, nn
 
 from ramify.core.errors import ModelUnsupported
 from ramify.model.kernels.cpu import CLibraryUnavailable, build_cpu_ops
-from ramify.model.kernels.decoder_ops import AdapterWeights, DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
+from ramify.model.kernels.decoder_ops import (
+    AdapterWeights,
+    DecoderOps,
+    DecoderSizes,
+    DecoderWeights,
+    LayerWeights,
+    Matrix,
+)
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
-from ramify.model.kernels.recurrent_ops import CHUNK_SIZE, DeltaRuleWeights, RecurrentWeights, ShortConvWeights
+from ramify.model.kernels.quantization import QuantizedMatrix
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
 from ramify.model.kernels.state_pool import StatePool, StateSpec
-from ramify.model.lora import LoraLinear
+from ramify.model.lora import LoraLinear, set_matrix
 from ramify.model.vision import build_image_inputs
 
 # Pre-norm, rotary in halves or not at all, gated SiLU. The three positions of a text token of Qwen3-VL are equal, so it
@@ -266,7 +274,7 @@ def _concat_adapters(*linears: nn.Linear) -> AdapterWeights | None:
     adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
     if not adapted:
         return None
-    weight, rank = adapted[0].weight, len(adapted[0].adapter_down)
+    weight, rank = adapted[0].adapter_down, len(adapted[0].adapter_down)
     down = weight.new_zeros(linears[0].in_features, rank * len(adapted))
     up = weight.new_zeros(rank * len(adapted), sum(linear.out_features for linear in linears))
     first_column = 0
@@ -278,22 +286,31 @@ def _concat_adapters(*linears: nn.Linear) -> AdapterWeights | None:
     return AdapterWeights(down, up)
 
 
-def _concat_weights(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return the weights of `linears` as one tensor [in, out], and their biases; their own become views of these."""
-    weight = torch.cat([linear.weight for linear in linears]).t()
-    if (
-        weight.dtype == torch.float32
-    ):  # a fifth faster on CPU with few rows; bfloat16 products prefer [out, in] in memory
-        weight = weight.contiguous()
+def _concat_weights(*linears: nn.Linear) -> tuple[Matrix, Tensor | None]:
+    """Return the weights of `linears` as one matrix, and their biases; their own become views of these.
+
+    The matrix is quantized if all of them are.
+    """
+    quantized = [linear.quantized for linear in linears if isinstance(linear, LoraLinear) and linear.quantized]
+    if len(quantized) == len(linears):
+        matrix = QuantizedMatrix(*(torch.cat(parts) for parts in zip(*quantized)))
+    else:
+        weights = [linear.get_matrix() if isinstance(linear, LoraLinear) else linear.weight for linear in linears]
+        matrix = torch.cat(weights).t()
+        if matrix.dtype == torch.float32:  # a fifth faster on CPU with few rows; bfloat16 prefers [out, in] in memory
+            matrix = matrix.contiguous()
     bias = torch.cat([linear.bias for linear in linears]) if linears[0].bias is not None else None
     start = 0
     for linear in linears:
-        stop = start + linear.weight.shape[0]
-        linear.weight = nn.Parameter(weight[:, start:stop].t(), requires_grad=False)
+        part = slice(start, start := start + linear.out_features)
+        if isinstance(matrix, Tensor):
+            weight = matrix[:, part].t()
+        else:
+            weight = QuantizedMatrix(*(tensor[part] for tensor in matrix))
+        set_matrix(linear, weight)
         if bias is not None:
-            linear.bias = nn.Parameter(bias[start:stop], requires_grad=False)
-        start = stop
-    return weight, bias
+            linear.bias = nn.Parameter(bias[part], requires_grad=False)
+    return matrix, bias
 
 
 def _run_check_sequence(

@@ -82,12 +82,17 @@ class LoadedModel:
 
 
 def load_engine_model(
-    path: Path, *, dtype: str = "auto", device: str = "auto", add_adapters: Callable[[Any], None] | None = None
+    path: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    add_adapters: Callable[[Any, torch.device], None] | None = None,
 ) -> LoadedModel:
     """Load the model directory `path`.
 
     Device `auto` is a GPU if there is one; dtype `auto` is what `choose_dtype` returns. If `add_adapters` is given, it
-    is called with the model, which then gets versions of the weights that hold only adapters.
+    is called with the model, before it moves to its device, and the device. The model then gets versions of the weights
+    that hold only adapters.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
     config = load_config(path)
@@ -95,9 +100,10 @@ def load_engine_model(
     torch_device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     dtype_choice = choose_dtype(dtype, getattr(config, "dtype", None), torch_device)
     module = load_hf_model(path, config, dtype_choice.dtype, ATTENTION_NAME)
-    module.eval().requires_grad_(False).to(torch_device)
+    module.eval().requires_grad_(False)
     if add_adapters is not None:
-        add_adapters(module)
+        add_adapters(module, torch_device)
+    module.to(torch_device)
     eos_ids = collect_token_ids((config, module.generation_config), ["eos_token_id"])
     tower, is_hybrid = get_vision_tower(module), len(shape.kv_layers) < shape.num_layers
     state_specs = probe_state_specs(module, ATTENTION_NAME) if is_hybrid else ()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from ramify.core.errors import ConfigInvalid
-from ramify.model.quantization import QuantizedMatrix, QuantizeMode, dequantize_matrix, quantize_matrix
+from ramify.model.kernels.quantization import QuantizedMatrix, QuantizeMode, dequantize_matrix, quantize_matrix
 from ramify.model.weights import ADAPTER_INFIX
 from ramify.model.weights_manifest import PublishedAdapters
 
@@ -106,8 +106,13 @@ class LoraLinear(nn.Linear):
 
     def quantize(self, mode: QuantizeMode, dtype: torch.dtype, device: torch.device) -> None:
         """Replace the weight by codes and scales on a device; it is dequantized to `dtype`."""
-        self.weight_codes, self.weight_scales = quantize_matrix(self.weight.to(device, dtype), mode)
-        self.register_parameter("weight", None)
+        set_matrix(self, quantize_matrix(self.weight.to(device, dtype), mode))
+
+    @property
+    def quantized(self) -> QuantizedMatrix | None:
+        """The weight if it is quantized, or None."""
+        codes, scales = self.weight_codes, self.weight_scales
+        return None if codes is None or scales is None else QuantizedMatrix(codes, scales)
 
     @property
     def adapter_down(self) -> Tensor:
@@ -130,7 +135,7 @@ class LoraLinear(nn.Linear):
 
     def get_matrix(self) -> Tensor:
         """Return the weight, dequantized if it is quantized."""
-        return self.weight if self.weight_codes is None else _get_matrix(self.weight_codes, self.weight_scales)
+        return self.weight if self.quantized is None else dequantize_matrix(self.quantized)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with the weight, plus the adapter's if it is enabled."""
@@ -140,6 +145,14 @@ class LoraLinear(nn.Linear):
         rows, scales = input.flatten(0, -2), self.weight_scales
         output, _ = lora_linear(rows, weight, scales, self.bias, self.adapter_down, self.adapter_up, self.scaling)
         return output.view(*input.shape[:-1], self.out_features)
+
+
+def set_matrix(linear: nn.Linear, matrix: Tensor | QuantizedMatrix) -> None:
+    """Replace the weight of a linear map; only a `LoraLinear` may have a quantized one."""
+    is_quantized = isinstance(matrix, QuantizedMatrix)
+    if isinstance(linear, LoraLinear):
+        linear.weight_codes, linear.weight_scales = matrix if is_quantized else (None, None)
+    linear.register_parameter("weight", None if is_quantized else nn.Parameter(matrix, requires_grad=False))
 
 
 def add_adapters(model: Any, rank: int, alpha: float, target_modules: Sequence[str], seed: int = 0) -> None:
@@ -172,19 +185,28 @@ def quantize_base(model: nn.Module, mode: QuantizeMode, dtype: torch.dtype, devi
 
 
 def add_engine_adapters(
-    model: Any, rank: int, alpha: float, target_modules: Sequence[str], quantize: QuantizeMode | None = None
+    model: Any,
+    device: torch.device,
+    rank: int,
+    alpha: float,
+    target_modules: Sequence[str],
+    quantize: QuantizeMode | None = None,
 ) -> None:
     """Add adapters of a running policy to an engine's model, in its dtype; until they are loaded they change nothing.
 
-    If the trainer's matrices are quantized, they are rounded to the same numbers here, and stay in the engine's dtype.
+    If the trainer's matrices are quantized, these are, too. They move to `device` one by one, so that it never holds
+    the model in its dtype. On a CPU they are rounded to the same numbers and stay in the dtype.
     """
     add_adapters(model, rank, alpha, target_modules)
     for module in model.modules():
         if isinstance(module, LoraLinear):
-            module.lora_A.to(module.weight.dtype)
-            module.lora_B.to(module.weight.dtype)
+            dtype = module.weight.dtype
+            module.lora_A.to(dtype)
+            module.lora_B.to(dtype)
             if quantize is not None:
-                module.weight.copy_(dequantize_matrix(quantize_matrix(module.weight, quantize)))
+                module.quantize(quantize, dtype, device)
+                if device.type == "cpu":
+                    set_matrix(module, module.get_matrix())
     model.requires_grad_(False)
 
 

@@ -9,10 +9,10 @@ import torch
 from ramify.core.errors import ConfigInvalid, ModelUnsupported
 from ramify.model.experts import describe_experts
 from ramify.model.images import ImageCache, load_image_family
+from ramify.model.kernels.quantization import QuantizeMode
 from ramify.model.lora import add_adapters, quantize_base
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import DtypeChoice, choose_dtype
-from ramify.model.quantization import QuantizeMode
 from ramify.model.recurrent_layers import check_kernels
 from ramify.model.tree_attention import describe_tree_attention
 from ramify.processes.training_lock import RESERVED_MEMORY_VARIABLE

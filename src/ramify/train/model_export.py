@@ -14,9 +14,9 @@ from ramify.core.config import CONFIG_FILE
 from ramify.core.errors import ConfigInvalid
 from ramify.core.files import create_directory, write_and_fsync
 from ramify.core.hub import is_hub_id
+from ramify.model.kernels.quantization import QuantizeMode, dequantize_matrix, quantize_matrix
 from ramify.model.load import load_config, load_hf_model
 from ramify.model.lora import ADAPTER_NAME, get_adapter_names, is_adapter_weight, merge_adapter
-from ramify.model.quantization import QuantizeMode, dequantize_matrix, quantize_matrix
 from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.model.weights import get_untied_tensors, publish_weights, write_safetensors
 from ramify.run.store import RunStore

@@ -29,20 +29,16 @@ from ramify.model.fused_model import build_fused_model
 from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
 from ramify.model.kernels.paged_attention import AttentionTile, StepSequences
-from ramify.model.kernels.recurrent_ops import (
-    MIN_CHUNK_ROWS,
-    DeltaRuleWeights,
-    RecurrentWeights,
-    ShortConvWeights,
-    plan_chunks,
-)
-from ramify.model.kernels.recurrent_ops import compute_recurrent as reference_recurrent
+from ramify.model.kernels.quantization import QuantizedMatrix, dequantize_matrix, quantize_matrix
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
+from ramify.model.kernels.recurrent_ops import compute_delta_rule as reference_delta_rule
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
 from tests.support import reference_ops as reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF_DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
 # Padding rows of the interpreter divide 0 by 0, or hold what was in memory; they are not stored or read.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 long_in_the_interpreter = pytest.mark.skipif(
@@ -523,6 +519,44 @@ def test_rows_of_logits_have_the_numbers_and_gradients_of_float64(transform, voc
     torch.testing.assert_close(gradient.cpu(), expected_gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["8bit", "4bit"])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns", "dtype"),
+    [
+        (1, 66, 192, HALF_DTYPE),
+        (16, 40, 640, torch.float32),
+        (5, 9, 10, torch.float32),  # in blocks of two columns
+        (129, 33, 128, HALF_DTYPE),
+        (0, 33, 128, HALF_DTYPE),
+        pytest.param(17, 129, 640, torch.float32, marks=long_in_the_interpreter),
+        pytest.param(64, 128, 1024, HALF_DTYPE, marks=long_in_the_interpreter),
+        pytest.param(65, 200, 128, HALF_DTYPE, marks=long_in_the_interpreter),
+        pytest.param(128, 140, 256, HALF_DTYPE, marks=long_in_the_interpreter),
+    ],
+)
+def test_quantized_products_equal_products_with_the_dequantized_matrix(rows, outputs, columns, dtype, mode):
+    from ramify.model.kernels.cuda.quantized_products import dequantize, multiply
+
+    torch.manual_seed(0)
+    on_cpu = quantize_matrix(torch.randn(outputs, columns).to(dtype), mode)
+    matrix, inputs = dequantize_matrix(on_cpu).to(DEVICE), torch.randn(rows, columns, device=DEVICE).to(dtype)
+    quantized = QuantizedMatrix(*(part.to(DEVICE) for part in on_cpu))
+    assert torch.equal(dequantize(quantized), matrix)
+    expected = inputs.double() @ matrix.double().t()
+    difference = (multiply(inputs, quantized).double() - expected).norm()
+    assert difference <= (4 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps * expected.norm()
+
+
+def test_matrices_are_dequantized_in_parts_for_many_rows(monkeypatch):
+    from ramify.model.kernels.cuda import quantized_products
+
+    monkeypatch.setattr(quantized_products, "PART_BYTES", 4 * 64 * 7)
+    quantized = quantize_matrix(torch.randn(40, 64, device=DEVICE), "4bit")
+    rows = torch.randn(150, 64, device=DEVICE)
+    expected = rows @ quantized_products.dequantize(quantized).t()
+    torch.testing.assert_close(quantized_products.multiply(rows, quantized), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "has_norm"), [(9, 3, True), (4, 2, False)])
 def test_rotation_equals_plain_formulas(heads, kv_heads, has_norm):
     from ramify.model.kernels.cuda.decoder import HEADS_PER_PROGRAM, _rotate_and_cache
@@ -644,45 +678,38 @@ def test_engine_with_these_kernels_has_the_logprobs_of_transformers(family, tmp_
 
 
 @long_in_the_interpreter
-def test_long_prompts_of_an_engine_continue_their_states_and_snapshots_in_chunks(tmp_path):
-    """Parts of prompts share steps with decoding requests; the last request begins with the snapshot of another."""
-    from tests.support.models import build_core, reference, run, sampled_ids, scores, write_qwen3_5
+def test_engine_with_a_quantized_base_has_the_logprobs_of_the_rounded_weights(tmp_path):
+    """Prompts have more rows than the kernel takes. The engine loads a version of the adapters."""
+    from ramify.infer.config import EngineConfig
+    from ramify.infer.engine_core import EngineCore
+    from ramify.model.load import load_config, load_engine_model, load_hf_model
+    from ramify.model.lora import add_engine_adapters, quantize_base
+    from ramify.model.weights import get_untied_tensors, publish_weights, stage_weights
+    from ramify.model.weights_manifest import PublishedAdapters
+    from ramify.trace.version import PolicyVersion
+    from tests.support.models import run, sampled_ids, scores, write_llama
 
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    source = write_qwen3_5(tmp_path / "model", 1, **layers, linear_num_key_heads=1, linear_num_value_heads=2)
-    limits: Any = {"kv_cache_tokens": 800, "max_running_requests": 3, "max_num_batched_tokens": 96}
-    core = build_core(source, **limits, device=DEVICE.type)
-    assert core.runner.uses_plans and core.runner.fused_model is not None
-    prompts = [[(7 * index + first) % 90 + 3 for index in range(length)] for first, length in ((0, 20), (1, 150))]
-    prompts.append([*prompts[1][:148], *range(5, 45)])
-    params = SamplingParams(max_tokens=3, seed=1)
-    requests = run(core, *(core.create_request(prompt, params) for prompt in prompts[:2]))
-    requests += run(core, core.create_request(prompts[2], params))
-    assert requests[2].num_cached_tokens == 148
-    model, runner = reference(source), core.runner
+    def add(module, device):
+        add_engine_adapters(module, device, 4, 8, [], "4bit")
+        if device.type == "cpu":  # where they are only rounded
+            quantize_base(module, "4bit", torch.float32, device)
+
+    source = write_llama(tmp_path / "model", 1, head_dim=16, hidden_size=64)
+    model = load_engine_model(source, dtype="float32", device=DEVICE.type, add_adapters=add)
+    config = EngineConfig(block_size=4, kv_cache_tokens=400, max_running_requests=4, max_num_batched_tokens=64)
+    core = EngineCore(model, config, PolicyVersion("base"))
+    assert core.runner.fused_model is not None and core.runner.fused_model.ops.description == "Triton"
+    assert isinstance(core.runner.fused_model.weights.layers[0].qkv, QuantizedMatrix)
+    tensors = {name: 0.1 * torch.randn_like(tensor) for name, tensor in get_untied_tensors(model.module).items()}
+    adapters, version = PublishedAdapters(source, 8 / 4, "4bit"), PolicyVersion("p", 0, 1)
+    directory = publish_weights(tmp_path / "version", tensors, version, base_model=source, adapters=adapters)
+    core.swap_weights(stage_weights(directory, model.module), "recompute")
+    prompt = [(7 * index + 3) % 90 for index in range(20)]
+    requests = [core.create_request(prompt[seed:], SamplingParams(max_tokens=2, seed=seed)) for seed in range(2)]
+    run(core, *requests)
+    merged = load_hf_model(directory, load_config(directory), torch.float32, None)
     for request in requests:
-        expected, first = scores(model, request.token_ids, 1.0), len(request.prompt_token_ids)
-        for index, (token, logprob) in enumerate(zip(sampled_ids(request), request.logprobs, strict=True), first - 1):
-            assert abs(expected[index, token].item() - logprob) < 1e-4
-    assert isinstance(runner, CudaModelRunner)
-    assert {(shape.num_rows, shape.num_chunks) for shape in runner._seen if shape.num_chunks} == {
-        (96, 3),
-        (72, 2),
-        (40, 1),
-    }
-
-
-@long_in_the_interpreter
-def test_engine_notices_at_load_that_chunks_do_not_continue_a_state(tmp_path, monkeypatch):
-    from ramify.model.kernels.cuda import recurrent_ops
-    from tests.support.models import build_core, write_qwen3_5
-
-    def start_from_zero(*arguments) -> None:
-        *inputs, tracks, states, out, chunk_size, scale = arguments
-        continue_tracks(*inputs, tracks - tracks.new_tensor([0, 0, 9]), states, out, chunk_size, scale)
-
-    continue_tracks = recurrent_ops.continue_tracks
-    monkeypatch.setattr(recurrent_ops, "continue_tracks", start_from_zero)
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    core = build_core(write_qwen3_5(tmp_path / "model", 1, **layers), kv_cache_tokens=64, device=DEVICE.type)
-    assert core.runner.fused_model is None and "logits differ" in core.runner.ops_description
+        expected, first = scores(merged, request.token_ids, 1.0), len(request.prompt_token_ids)
+        assert len(request.logprobs) == 2
+        for index, (token, logprob) in enumerate(zip(sampled_ids(request), request.logprobs)):
+            assert abs(expected[first + index - 1, token].item() - logprob) < 1e-4

@@ -18,7 +18,8 @@ from ramify.model.forest_segments import ForestSegments
 from ramify.model.kernels.attention_plan import build_plan
 from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool, StepSequences
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, ShortConvWeights, plan_chunks
+from ramify.model.kernels.quantization import QuantizeMode, quantize_matrix
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
@@ -32,6 +33,8 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 Launch = tuple[Any, dict[str, Any]]  # kernel, arguments and options
 
@@ -257,6 +260,14 @@ def check_launches(launches: list[Launch], capability: int, expected: set[str]) 
         assert size <= SHARED_MEMORY[capability], f"{kernel.__name__} needs {size} bytes of shared memory"
 
 
+def multiply_rows(mode: QuantizeMode, num_rows: int, dtype: torch.dtype) -> None:
+    """Multiply rows with a quantized matrix that is split along its columns if there are few rows."""
+    from ramify.model.kernels.cuda.quantized_products import multiply
+
+    matrix = quantize_matrix(torch.zeros(256, 2048, dtype=dtype), mode)
+    multiply(torch.zeros(num_rows, 2048, dtype=dtype), matrix)
+
+
 DECODER_KERNELS = {"_add_norm", "_rotate_and_cache", "_attend", "_attend_chunks", "_merge", "_silu_product"}
 SAMPLING_KERNELS = {"_gather_ids", "_sum_parts", "_select_tokens"}
 for_each_capability = pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -337,6 +348,16 @@ def test_the_kernels_of_recurrent_layers_compile(dtype, capability, monkeypatch)
 def test_the_kernels_of_the_head_compile(dtype, capability, monkeypatch):
     launches = record_launches(monkeypatch, lambda: train_head(dtype))
     check_launches(launches, capability, {"_reduce_row", "_differentiate"})
+
+
+@for_each_capability
+@pytest.mark.parametrize("mode", ["8bit", "4bit"])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"), [*((rows, torch.bfloat16) for rows in (1, 64, 128, 129)), (16, torch.float32)]
+)
+def test_the_kernels_of_quantized_products_compile(num_rows, dtype, mode, capability, monkeypatch):
+    launches = record_launches(monkeypatch, lambda: multiply_rows(mode, num_rows, dtype))
+    check_launches(launches, capability, {"_dequantize"} if num_rows == 129 else {"_multiply", "_sum_parts"})
 
 
 @for_each_capability

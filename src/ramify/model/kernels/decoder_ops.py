@@ -13,7 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.kernels.paged_attention import AttentionMetadata, write_kv
-from ramify.model.kernels.recurrent_ops import RecurrentWeights, compute_recurrent
+from ramify.model.kernels.quantization import QuantizedMatrix, dequantize_matrix
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, compute_delta_rule
+
+Matrix = Tensor | QuantizedMatrix
+"""A matrix [in, out], or a quantized one, which is [out, in]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +49,21 @@ class AdapterWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The tensors of one decoder layer, in the order of the struct in C. Matrices are [in, out].
+    """The tensors of one decoder layer, in the order of the struct in C, where no matrix is quantized.
 
     In a recurrent layer, which has no attention, `qkv` and `out` are the projections before and after `recurrent`.
     """
 
     norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
+    out: Matrix
     out_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     qkv_adapter: AdapterWeights | None = None
     out_adapter: AdapterWeights | None = None
     gate_up_adapter: AdapterWeights | None = None
@@ -107,8 +111,9 @@ class DecoderOps:
         normed = hidden * scale
         return (normed * weight).to(hidden.dtype) if self.sizes.norm_offset else normed.to(hidden.dtype).mul_(weight)
 
-    def matmul(self, rows: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
-        """Return `rows` [rows, in] times `weight` [in, out], plus `addend` if given."""
+    def matmul(self, rows: Tensor, weight: Matrix, addend: Tensor | None = None) -> Tensor:
+        """Return `rows` [rows, in] times a matrix, plus `addend` if given."""
+        weight = dequantize_matrix(weight).t() if isinstance(weight, QuantizedMatrix) else weight
         return torch.mm(rows, weight) if addend is None else torch.addmm(addend, rows, weight)
 
     def add_adapter(self, product: Tensor, rows: Tensor, adapter: AdapterWeights | None) -> Tensor:

@@ -21,8 +21,16 @@ from ramify.model.kernels.cpu.c_library import (
     load_c_library,
     read_cpu_features,
 )
-from ramify.model.kernels.decoder_ops import AdapterWeights, DecoderOps, DecoderSizes, DecoderWeights, LayerWeights
+from ramify.model.kernels.decoder_ops import (
+    AdapterWeights,
+    DecoderOps,
+    DecoderSizes,
+    DecoderWeights,
+    LayerWeights,
+    Matrix,
+)
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, attend_tile
+from ramify.model.kernels.quantization import QuantizedMatrix
 
 ROWS_PER_CHUNK = 64  # rows that go through a layer together in C; the result of a row may depend on this number
 MAX_PER_QUERY_KEYS = 256  # with more keys, PyTorch computes several queries of a sequence together
@@ -216,10 +224,11 @@ class SmallGemmDecoderOps(DecoderOps):
         library = load_c_library(Path(__file__).with_name("small_gemm.c"), f"MAX_ROWS={MAX_ROWS}")
         self._c_matmul = declare_arguments(library.matmul, "pippppiii")
 
-    def matmul(self, rows: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
+    def matmul(self, rows: Tensor, weight: Matrix, addend: Tensor | None = None) -> Tensor:
         """Multiply a few rows with a weight in C; other sizes are left to the base class."""
         count, width = rows.shape
-        if not 0 < count <= MAX_ROWS:  # 0 if a chunk of a prompt is computed and nothing is sampled
+        # 0 if a chunk of a prompt is computed and nothing is sampled
+        if not 0 < count <= MAX_ROWS or isinstance(weight, QuantizedMatrix):
             return super().matmul(rows, weight, addend)
         rows, out = rows.contiguous(), rows.new_empty(count, weight.shape[1])
         addresses = rows.data_ptr(), weight.data_ptr(), None if addend is None else addend.data_ptr(), out.data_ptr()

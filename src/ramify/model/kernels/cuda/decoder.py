@@ -12,10 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent
-from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights, scale_rows
+from ramify.model.kernels.cuda.quantized_products import multiply
+from ramify.model.kernels.cuda.recurrent_ops import compute_delta_rule
+from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights, Matrix
 from ramify.model.kernels.paged_attention import AttentionMetadata
-from ramify.model.kernels.recurrent_ops import RecurrentWeights
+from ramify.model.kernels.quantization import QuantizedMatrix
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
 
 HEADS_PER_PROGRAM = 8
 ACTIVATION_BLOCK = 1024
@@ -151,17 +153,20 @@ class CudaDecoderOps(DecoderOps):
                 attn_output = self._apply_recurrent(layer, layer.recurrent, normed, attn_metadata, index)
             if index == len(weights.layers) - 1:  # the other rows only had to write keys and values
                 attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
-            addend = self._project(attn_output, layer.out, layer.out_bias)
+            addend = self.matmul(attn_output, layer.out, layer.out_bias)
             addend = self.add_adapter(addend, attn_output, layer.out_adapter)
             normed = self._add_norm(addend, hidden, layer.mlp_norm)
-            gate_up = self.add_adapter(torch.mm(normed, layer.gate_up), normed, layer.gate_up_adapter)
+            gate_up = self.add_adapter(self.matmul(normed, layer.gate_up), normed, layer.gate_up_adapter)
             inner = self._multiply_silu(gate_up)
-            addend = self.add_adapter(torch.mm(inner, layer.down), inner, layer.down_adapter)
-        normed = scale_rows(self._add_norm(addend, hidden, weights.norm), self.sizes.logit_scale)
-        return self._project(normed, weights.head.t(), weights.head_bias)
+            addend = self.add_adapter(self.matmul(inner, layer.down), inner, layer.down_adapter)
+        return self.matmul(self._add_norm(addend, hidden, weights.norm), weights.head.t(), weights.head_bias)
 
-    def _project(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    def matmul(self, rows: Tensor, weight: Matrix, addend: Tensor | None = None) -> Tensor:
+        """Return `rows` [rows, in] times a matrix, plus `addend` if given."""
+        if not isinstance(weight, QuantizedMatrix):
+            return super().matmul(rows, weight, addend)
+        product = multiply(rows, weight)
+        return product if addend is None else product.add_(addend)
 
     def _add_norm(self, addend: Tensor | None, hidden: Tensor, weight: Tensor) -> Tensor:
         """Add `addend` to `hidden` in place; return the norm of the sum."""
@@ -185,7 +190,7 @@ class CudaDecoderOps(DecoderOps):
     ) -> Tensor:
         """Return the projections, with rotated queries; keys and values are in the cache."""
         sizes = self.sizes
-        qkv = self.add_adapter(torch.mm(normed, layer.qkv), normed, layer.qkv_adapter)
+        qkv = self.add_adapter(self.matmul(normed, layer.qkv), normed, layer.qkv_adapter)
         num_heads, query_stride = sizes.heads + 2 * sizes.kv_heads, sizes.head_dim * (2 if sizes.has_gate else 1)
         has_norm, num_rotated = layer.q_norm is not None, rope_table.shape[1] // 2 if layer.has_rope else 0
         _rotate_and_cache[(len(qkv), triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
@@ -217,8 +222,8 @@ class CudaDecoderOps(DecoderOps):
         attn_metadata: AttentionMetadata,
         layer_index: int,
     ) -> Tensor:
-        """Return what the output projection of a recurrent layer gets, [rows, channels]; its states are changed."""
-        projected = self.add_adapter(self._project(normed, layer.qkv, layer.qkv_bias), normed, layer.qkv_adapter)
+        """Return the gated and normalized values that the layer's states have for its queries, [rows, values]."""
+        projected = self.add_adapter(self.matmul(normed, layer.qkv), normed, layer.qkv_adapter)
         states, plan = attn_metadata.states, attn_metadata.plan
         assert states is not None and plan is not None and plan.sequences is not None
         return compute_recurrent(recurrent, projected, plan.sequences, states, layer_index, self.sizes.eps)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ramify.core.errors import ModelUnsupported
-from ramify.model.quantization import NF4_LEVELS, dequantize_matrix, quantize_matrix
+from ramify.model.kernels.quantization import NF4_LEVELS, dequantize_matrix, quantize_matrix
 
 
 @pytest.mark.parametrize(("mode", "bits", "limit"), [("8bit", 8, 0.007), ("4bit", 4, 0.095)])

@@ -1,8 +1,9 @@
 """Matrices in 8 or 4 bits: codes, and one scale for each block of a row.
 
 A block is scaled to its largest absolute value. In 8 bits a code is a multiple of 1/127 of it; in 4 bits one of 16
-levels, the quantiles of a normal distribution (NF4), since weights of a block are distributed like one. Matrices are
-dequantized just before a product and dropped after it, so only one of them has all its bits at a time.
+levels, the quantiles of a normal distribution (NF4), since weights of a block are distributed like one. The trainer
+dequantizes a matrix just before a product and drops it after it, so only one of them has all its bits at a time;
+engines on GPUs multiply with the codes (`ramify.model.kernels.cuda.quantized_products`).
 """
 
 import math
@@ -37,10 +38,29 @@ NF4_LEVELS = (
 
 
 class QuantizedMatrix(NamedTuple):
-    """A matrix [rows, columns]: int8 codes of that shape, or uint8 pairs of 4-bit codes, and scales [rows, blocks]."""
+    """A matrix [rows, columns]: int8 codes of that shape, or uint8 pairs of 4-bit codes, and scales [rows, blocks].
+
+    A pair is a column in the first half of a block (the low bits), and the column half a block after it: kernels then
+    read both halves with contiguous columns.
+    """
 
     codes: Tensor
     scales: Tensor
+
+    @property
+    def is_in_pairs(self) -> bool:
+        """Whether codes have 4 bits."""
+        return self.codes.dtype == torch.uint8
+
+    @property
+    def num_columns(self) -> int:
+        """The columns of the matrix."""
+        return self.codes.shape[1] * (2 if self.is_in_pairs else 1)
+
+    @property
+    def block(self) -> int:
+        """The columns of a block."""
+        return self.num_columns // self.scales.shape[1]
 
 
 def quantize_matrix(matrix: Tensor, mode: QuantizeMode) -> QuantizedMatrix:
@@ -55,22 +75,24 @@ def quantize_matrix(matrix: Tensor, mode: QuantizeMode) -> QuantizedMatrix:
     values = values / scales.float().clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
     if mode == "8bit":
         return QuantizedMatrix(values.round_().clamp_(-127, 127).to(torch.int8).view(rows, columns), scales)
-    levels = _get_levels(matrix.device)
-    codes = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).view(rows, -1, 2)
-    return QuantizedMatrix(codes[..., 0] | codes[..., 1] << 4, scales)
+    levels = get_levels(matrix.device)
+    codes = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+    first, second = codes.chunk(2, -1)
+    return QuantizedMatrix((first | second << 4).view(rows, -1), scales)
 
 
 def dequantize_matrix(matrix: QuantizedMatrix) -> Tensor:
     """Return the matrix, in the dtype of its scales."""
     codes, scales = matrix
-    return (_dequantize_compiled if codes.is_cuda else _dequantize)(codes, scales, _get_levels(codes.device))
+    return (_dequantize_compiled if codes.is_cuda else _dequantize)(codes, scales, get_levels(codes.device))
 
 
 def _dequantize(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
     rows, blocks = scales.shape
+    codes = codes.view(rows, blocks, -1)
     if codes.dtype == torch.int8:
-        return (codes.view(rows, blocks, -1) * scales.unsqueeze(-1)).view(rows, -1)
-    values = levels[torch.stack((codes & 15, codes >> 4), -1).int()].view(rows, blocks, -1)
+        return (codes * scales.unsqueeze(-1)).view(rows, -1)
+    values = levels[torch.cat((codes & 15, codes >> 4), -1).int()]
     return (values * scales.float().unsqueeze(-1)).to(scales.dtype).view(rows, -1)
 
 
@@ -78,5 +100,6 @@ _dequantize_compiled = torch.compile(_dequantize)  # one kernel
 
 
 @cache
-def _get_levels(device: torch.device) -> Tensor:
+def get_levels(device: torch.device) -> Tensor:
+    """Return the levels of 4-bit codes."""
     return torch.tensor(NF4_LEVELS, device=device)
