@@ -22,6 +22,7 @@ WAVES = {  # name: groups, requests in each, tokens of the prompt, new tokens, t
     "2 x 16 behind 2,048 tokens": (2, 16, 2048, 256, 2.0),
     "8 x 16 behind 8,192 tokens": (8, 16, 8192, 128, 4.5),
 }
+QUANTIZED_WAVES = ("8 x 16 requests", "16 x 16 requests", "1 request")
 LONG = "8 x 16 behind 8,192 tokens"
 ENGINE = {"max_running_requests": 256, "max_num_batched_tokens": 8192, "kv_cache_tokens": 400_000}
 TOKENS_PER_SECOND, SHARING_FACTOR, HTTP_SHARE = 45_000, 5.0, 0.85
@@ -87,6 +88,47 @@ def measure_in_process(model: Path) -> tuple[list[Row], float]:
     rows.append(Row(f"{LONG}: without sharing", alone, None, "ms"))
     rows.append(Row(f"{LONG}: faster by sharing", alone / step_ms[LONG], None, "x", SHARING_FACTOR, at_least=True))
     return rows, speed
+
+
+def measure_quantized(model: Path, device: str = "cuda") -> list[Row]:
+    """Return the rows of engines with adapters whose base is in bfloat16, in 8 and in 4 bits."""
+    from functools import partial
+
+    import torch
+
+    from ramify.infer.config import EngineConfig
+    from ramify.infer.engine_core import EngineCore
+    from ramify.model.load import load_engine_model
+    from ramify.model.lora import add_engine_adapters
+    from ramify.trace.version import PolicyVersion
+
+    rows: list[Row] = []
+    plain: dict[str, float] = {}
+    for mode in (None, "8bit", "4bit"):
+        base = mode or "bfloat16"
+        add = partial(add_engine_adapters, rank=16, alpha=32, target_modules=[], quantize=mode)
+        loaded = load_engine_model(model, dtype="bfloat16", device=device, add_adapters=add)
+        settings: dict[str, Any] = {**ENGINE, "device": device, "dtype": "bfloat16", "kv_cache_tokens": 100_000}
+        core = EngineCore(loaded, EngineConfig(**settings), PolicyVersion("bench"))
+        num_bytes = sum(tensor.nbytes for tensor in (*loaded.module.parameters(), *loaded.module.buffers()))
+        torch.cuda.synchronize()
+        rows.append(Row(f"{base}: weights", num_bytes / 2**30, None, "GiB"))
+        rows.append(Row(f"{base}: memory when it was loaded", torch.cuda.max_memory_allocated() / 2**30, None, "GiB"))
+        for name in QUANTIZED_WAVES:
+            shape = WAVES[name][:4]
+            run_wave(core, *shape, seed=0)
+            rounds = [run_wave(core, *shape, seed=seed) for seed in range(1, 1 + ROUNDS)]
+            step_ms, speed = min(step for step, _ in rounds), max(tokens for _, tokens in rounds)
+            reference = plain.setdefault(name, step_ms)
+            target = reference if mode == "4bit" and name == QUANTIZED_WAVES[0] else None
+            rows.append(Row(f"{base}, {name}: a decode step", step_ms, reference if mode else None, "ms", target))
+            rows.append(Row(f"{base}, {name}: with prefill", speed, None, "tok/s"))
+        description = core.runner.ops_description
+        assert description == "Triton", description
+        del core, loaded
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return rows
 
 
 def measure_swaps(core: Any, groups: int, size: int, length: int, new_tokens: int) -> list[Row]:

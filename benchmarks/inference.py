@@ -356,8 +356,11 @@ def _ensure_weights(directory: Path, copy: Path) -> Path:
 def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__, shown_flags=["--vllm-python", "--smollm2"])
     flags.add_argument(
-        "--only", choices=["tiny", "smollm2", "sampler"], help="measure one model; `sampler`: the random one"
+        "--only",
+        choices=["tiny", "smollm2", "sampler", "quantized"],
+        help="measure one model; `sampler`: a random one; `quantized`: one with its base in 16, 8 and 4 bits",
     )
+    flags.add_argument("--size", default="8b", help="size of the model of `quantized`")
     flags.add_argument("--device", choices=list(CONCURRENCY), default="cpu", help="where the engines run")
     args: Any = flags.parse_args()
     if args.device == "cuda":
@@ -367,6 +370,12 @@ def main() -> int:
 
             with tempfile.TemporaryDirectory() as temporary:
                 rows += measure_sampler(write_random_qwen(Path(temporary) / "model"))
+        if args.only == "quantized":
+            from _random_qwen import write_random_qwen
+            from _sampler_gpu import measure_quantized
+
+            with tempfile.TemporaryDirectory() as temporary:
+                rows += measure_quantized(write_random_qwen(Path(temporary) / "model", args.size))
         return finish("benchmarks/inference.py: the native engine on a GPU", rows, args)
     if args.check and not (args.smollm2 and args.vllm_python):
         print("SmolLM2 (--smollm2) and vLLM (--vllm-python) are needed for the comparison", file=sys.stderr)

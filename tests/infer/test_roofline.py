@@ -1,11 +1,13 @@
 """The least time for a step, by hand."""
 
 import pytest
+import torch
 
 from ramify.infer.request import SamplingParams
 from ramify.infer.roofline import StepWork, build_step_work
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.model.device_copy import DEVICE_PEAKS, DevicePeaks, get_device_peaks
+from ramify.model.lora import add_adapters, quantize_base
 from tests.support.models import VOCAB, build_core, run, write_llama, write_qwen3_next
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 64, 4, 2, 8, 2
@@ -64,3 +66,13 @@ def test_ideal_time_adds_up_over_steps(core):
     prefill, decode = (core.step_work.ideal_seconds(build_chunks(core, span), 1) for span in ((0, 3), (3, 4)))
     last = core.step_work.ideal_seconds(build_chunks(core, (4, 5)), 2)
     assert core.gauges()["ideal_seconds"] == pytest.approx(prefill + decode + last)
+
+
+def test_a_quantized_base_is_read_in_its_bits(core):
+    chunks, module, peaks = build_chunks(core, (10, 11)), core.model.module, DevicePeaks(flops=1e15, memory_bytes=1e6)
+    add_adapters(module, 2, 4, [])
+    whole = StepWork.from_model(core.model, 4, peaks).ideal_seconds(chunks, 0)
+    quantize_base(module, "4bit", torch.float32, core.model.device)
+    quantized = StepWork.from_model(core.model, 4, peaks).ideal_seconds(chunks, 0)
+    num_scales = LLAMA_WEIGHTS // 32 - LAYERS * HIDDEN * INNER // 64  # the last product has blocks of 64 columns
+    assert whole - quantized == pytest.approx((LLAMA_WEIGHTS * 3.5 - 4 * num_scales) / 1e6)

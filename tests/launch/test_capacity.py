@@ -49,8 +49,9 @@ def test_cores_that_are_not_configured_are_lowered_before_a_run_is_refused(cores
             place(num_cores, **cluster)
 
 
-def build_run(model: str, **more) -> RunConfig:
-    return RunConfig.model_validate({"train": [TRAIN], "model": {"name": model}, "seq_len": 256, **more})
+def build_run(model: str | dict[str, Any], **more) -> RunConfig:
+    model = {"name": model} if isinstance(model, str) else model
+    return RunConfig.model_validate({"train": [TRAIN], "model": model, "seq_len": 256, **more})
 
 
 def test_a_run_that_needs_too_much_memory_is_refused_with_what_would_fit():
@@ -68,7 +69,7 @@ def test_a_run_that_needs_too_much_memory_is_refused_with_what_would_fit():
 
 def test_advice_does_not_ask_for_gpus_that_are_not_there():
     with pytest.raises(ClusterTooSmall) as caught:
-        plan_run(build_run("org/Some-8B"), [build_machine(1, gpu_gib=24)])
+        plan_run(build_run("org/Some-14B"), [build_machine(1, gpu_gib=24)])
     assert "tensor_parallel" not in caught.value.message
     assert re.search(
         r"--trainer.lora.enabled true .*\(--assume-gpus 2x24\) \(at least [12]\d.\d GiB of a GPU\)",
@@ -76,6 +77,17 @@ def test_advice_does_not_ask_for_gpus_that_are_not_there():
     )
     with pytest.raises(ClusterTooSmall, match=r"it would fit with a smaller model, or with larger GPUs$"):
         plan_run(build_run("org/Some-700B"), [build_machine(1)])
+
+
+def test_a_base_in_4_bits_is_advised_where_trainer_and_engine_then_fit():
+    advised = r"would fit with --trainer.lora.enabled true --model.quantize 4bit \(at least 1\d\.\d GiB of a GPU\)"
+    with pytest.raises(ClusterTooSmall, match=advised):
+        plan_run(build_run("org/Some-8B"), [build_machine(1, gpu_gib=24)])
+    lora = {"trainer": {"lora": {"rank": 16}}}
+    for more in ({"weights": {"adapters": "merged"}}, {"inference": {"engine": "vllm"}}):
+        run = build_run({"name": "org/Some-8B", "quantize": "4bit"}, **lora, **more)
+        with pytest.raises(ClusterTooSmall, match="not enough memory"):  # their engines are in bfloat16
+            plan_run(run, [build_machine(1, gpu_gib=24)])
 
 
 def test_advice_is_not_repeated_with_more_settings():
@@ -213,11 +225,13 @@ def test_the_documented_models_fit_their_gpus():
     page = (ROOT / "docs" / "memory.md").read_text("utf-8")
     machines = [(int(number), int(gib)) for number, gib in re.findall(r" (\d+) × (\d+) GiB \|", page)]
     assert machines == [(1, 24), (1, 80), (1, 140), (8, 80)]
-    rows = re.findall(r"^\| ([\d.]+) (B.*), (all weights|LoRA) \| (.*) \|$", page, re.MULTILINE)
-    assert [size for size, *_ in rows[::2]] == ["0.6", "1.7", "4", "8", "30"]
+    rows = re.findall(r"^\| ([\d.]+) (B\S*), (all weights|LoRA|LoRA, 4bit) \| (.*) \|$", page, re.MULTILINE)
+    kinds = {size: [kind for other, _, kind, _ in rows if other == size] for size in ("0.6", "1.7", "4", "8", "30")}
+    assert kinds == {size: ["all weights", "LoRA", *(["LoRA, 4bit"] * (size == "8"))] for size in kinds}
     for size, unit, kind, cells in rows:
-        trainer = {"lora": {"rank": 16}} if kind == "LoRA" else {}
-        run = build_run(f"org/Some-{size}{unit}", seq_len=2048, trainer=trainer)
+        trainer = {"lora": {"rank": 16}} if kind.startswith("LoRA") else {}
+        model = {"name": f"org/Some-{size}{unit}", "quantize": "4bit" if kind.endswith("4bit") else None}
+        run = build_run(model=model, seq_len=2048, trainer=trainer)
         assert " | ".join(describe_fit(run, *machine) for machine in machines) == cells, (size, kind)
 
 

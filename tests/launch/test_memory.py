@@ -1,9 +1,13 @@
 """The memory of an engine."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from ramify.infer.config import EngineConfig, EngineLimits, VLLMConfig
-from ramify.launch.memory import estimate_engine
+from ramify.launch.memory import estimate_engine, find_engine_format
+from ramify.orchestrate.run_config import RunConfig
 from ramify.train.memory import ModelSize
 
 
@@ -12,6 +16,24 @@ def test_states_take_memory_of_the_cache():
     engine = EngineConfig(kv_cache_tokens=1000, max_running_requests=8, state_snapshots=2)
     plain, recurrent = (estimate_engine(engine, 256, size, num_gpus=1, device_memory=80 << 30) for size in sizes)
     assert recurrent.kv_cache - plain.kv_cache == pytest.approx((8 + 2) * 10**6 * 4)
+
+
+@pytest.mark.parametrize(("mode", "bits"), [("8bit", 8.25), ("4bit", 4.25)])
+def test_a_quantized_base_takes_its_bits_on_a_gpu_and_all_of_them_on_a_cpu(mode, bits):
+    size = ModelSize(10**9, 20, 1024, 4096, 256, num_outer_parameters=10**8)
+    run = {"train": [{"taskset": {"id": "reverse-text"}}], "model": {"quantize": mode}}
+    for num_gpus, lora, expected in (
+        (1, {"rank": 8}, 2 * 10**8 + 9 * 10**8 * bits / 8),
+        (1, {"rank": 8, "target_modules": ["q_proj"]}, 2 * 10**9),  # the other matrices are not quantized
+        (0, {"rank": 8}, 4 * 10**9),
+    ):
+        config = RunConfig.model_validate({**run, "trainer": {"lora": lora}})
+        engine_format = find_engine_format(config)
+        settings: Any = {"num_gpus": num_gpus, "device_memory": 80 << 30, "quantize": engine_format}
+        assert estimate_engine(EngineConfig(), 256, size, **settings).weights == pytest.approx(expected)
+    experts = replace(size, experts_note="experts: 8 of 128 process a token")
+    estimate = estimate_engine(EngineConfig(), 256, experts, num_gpus=1, device_memory=80 << 30, quantize=mode)
+    assert estimate.weights == 2 * 10**9
 
 
 def test_weights_of_an_engine_are_split_over_its_gpus():

@@ -145,7 +145,8 @@ def test_the_fused_forward_multiplies_with_the_codes_of_a_quantized_base(base, t
     module, rounded = load_engine(base, targets), load_engine(base, targets, mode)
     quantize_base(module, mode, torch.float32, torch.device("cpu"))
     with torch.no_grad():
-        fused = FusedModel(module)
+        fused = build_fused_model(module)
+        assert fused is not None and "quantized" in fused.ops.description
         directory = publish(module, tmp_path / "version", base, mode)
         for model in (module, rounded):
             apply_weights(model, stage_weights(directory, model))

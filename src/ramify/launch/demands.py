@@ -26,6 +26,7 @@ from ramify.launch.memory import (
     count_version_bytes,
     estimate_engine,
     estimate_trainer,
+    find_engine_format,
     get_max_versions,
 )
 from ramify.launch.placement import ProcessDemand
@@ -244,7 +245,7 @@ class GpuDivision:
             return 1, "the size of the model is unknown"
         room, sizes = self.gpu_memory, dict[int, int]()
         if self.is_shared and not isinstance(inference := self.config.inference, ExternalServersConfig):
-            engine = self.estimate_engine(inference, self.config.model.name)
+            engine = self.estimate_engine(inference, self.config.model.name, find_engine_format(self.config))
             room -= engine.with_headroom if engine is not None else 0
         for num_ranks in range(1, limit + 1):
             sizes[num_ranks] = estimate_trainer(self.config, size, gpu=True, num_ranks=num_ranks).with_headroom
@@ -255,13 +256,22 @@ class GpuDivision:
         result = "the fewest that hold its state" if sizes[fewest] <= room else "the most that it gets"
         return fewest, f"{result} ({', '.join(parts)}; there are {room / GIB:.1f} GiB)"
 
-    def estimate_engine(self, inference: EngineConfig | VLLMConfig, model_name: str) -> MemoryUse | None:
+    def estimate_engine(
+        self, inference: EngineConfig | VLLMConfig, model_name: str, quantize: str | None = None
+    ) -> MemoryUse | None:
         """Return what an engine needs of each GPU, or of the memory; None if the model's size is unknown."""
         if (size := self.find_size(model_name)) is None:
             return None
         num_gpus, memory = self.count_gpus(inference), (node.memory for node in self.nodes if node.memory is not None)
         device_memory = self.gpu_memory if num_gpus else min(memory, default=ASSUMED_GPU_BYTES)
-        return estimate_engine(inference, self.config.seq_len, size, num_gpus=num_gpus, device_memory=device_memory)
+        return estimate_engine(
+            inference,
+            self.config.seq_len,
+            size,
+            num_gpus=num_gpus,
+            device_memory=device_memory,
+            quantize=quantize,
+        )
 
     def _explain_engines(self, num_engines: int, num_ranks: int, *, is_configured: bool) -> None:
         each = " each" if num_engines > 1 else ""
@@ -323,7 +333,10 @@ class _DemandBuilder:
         inference, placement, name = self.config.inference, self.config.cluster.engines, self.config.model.name
         if isinstance(inference, ExternalServersConfig):
             return []
-        first = self._build_engine(f"{ENGINE_PREFIX}0", "cluster.engines", placement, name, inference)
+        quantize = find_engine_format(self.config)
+        first = self._build_engine(
+            f"{ENGINE_PREFIX}0", "cluster.engines", placement, name, inference, quantize=quantize
+        )
         is_derived = placement.num_replicas is None and self.config.launch.inference_gpus is None
         if self.config.launch.inference_gpus is not None:
             first = dataclasses.replace(first, count_key="launch.inference_gpus")
@@ -338,8 +351,10 @@ class _DemandBuilder:
         inference: EngineConfig | VLLMConfig,
         *,
         group: str = "",
+        quantize: str | None = None,
     ) -> ProcessDemand:
-        gpus, estimate = self.division.count_gpus(inference), self.division.estimate_engine(inference, model_name)
+        gpus = self.division.count_gpus(inference)
+        estimate = self.division.estimate_engine(inference, model_name, quantize)
         return self._build_demand(name, role, placement, gpus, estimate, group=group)
 
     def _build_demand(

@@ -31,6 +31,7 @@ from ramify.train.memory import (
     ModelSize,
     count_moment_bytes,
     count_trained,
+    count_weight_bytes,
     estimate_rank,
     get_element_bytes,
 )
@@ -38,17 +39,25 @@ from ramify.train.weights_directory import WEIGHTS_DIR
 
 PROCESS_BASE_BYTES = 150 << 20  # of a process without torch
 STATE_BYTES = 4  # per element of a recurrent layer's state
+DEQUANTIZED_BYTES = 128 << 20  # parts of matrices, for the products with many rows: in graphs, and outside of them
 
 
 def estimate_engine(
-    inference: EngineConfig | VLLMConfig, seq_len: int, model: ModelSize, *, num_gpus: int, device_memory: int
+    inference: EngineConfig | VLLMConfig,
+    seq_len: int,
+    model: ModelSize,
+    *,
+    num_gpus: int,
+    device_memory: int,
+    quantize: str | None = None,
 ) -> MemoryUse:
     """Estimate weights, a KV cache for the most running requests, limited by its fraction of the memory, and buffers.
 
-    The result is for each of its GPUs or, if it has none, for the memory of its node.
+    The result is for each of its GPUs or, if it has none, for the memory of its node. `quantize` is the format in which
+    an engine on a GPU holds the matrices of the layers.
     """
     element_bytes, gpu = get_element_bytes(inference.dtype, num_gpus > 0), num_gpus > 0
-    weight_bytes = model.num_parameters * element_bytes // max(1, num_gpus)
+    weight_bytes = count_weight_bytes(model, element_bytes, quantize if gpu else None) // max(1, num_gpus)
     token_bytes = model.num_kv_layers * model.kv_elements * element_bytes // max(1, num_gpus)
     max_len, limits = inference.max_model_len or seq_len, get_engine_limits(inference, gpu=gpu)
     row_elements = 3 * model.hidden_size + 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
@@ -68,27 +77,22 @@ def estimate_engine(
     cache_bytes = max(max_len * token_bytes, min(max_len * limits.max_running_requests * token_bytes, cache_limit))
     if inference.kv_cache_tokens is not None:
         cache_bytes = inference.kv_cache_tokens * token_bytes
-    return MemoryUse(weights=weight_bytes, kv_cache=state_bytes + cache_bytes, workspace=workspace)
+    row_elements = 3 * model.hidden_size + 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
+    buffer_bytes = limits.max_num_batched_tokens * row_elements * element_bytes if gpu else 0
+    buffer_bytes += 3 * limits.max_running_requests * model.vocab_size * STATE_BYTES if gpu else 0  # logits
+    buffer_bytes += DEQUANTIZED_BYTES if gpu and quantize is not None else 0
+    return MemoryUse(
+        weights=weight_bytes, kv_cache=state_bytes + cache_bytes, workspace=TORCH_BASE_BYTES + buffer_bytes
+    )
 
 
-def get_engine_limits(inference: EngineConfig | VLLMConfig, *, gpu: bool) -> EngineLimits:
-    """Return the limits of an engine. vLLM is taken to have the limits of a native engine."""
-    if isinstance(inference, VLLMConfig):
-        inference = EngineConfig(max_running_requests=inference.max_running_requests or "auto")
-    return inference.get_limits(gpu=gpu)
+def find_engine_format(config: RunConfig) -> str | None:
+    """Return the format of the matrices of the run's engines on GPUs; None if they are not quantized.
 
-
-def choose_vllm_fraction(
-    inference: VLLMConfig, model: ModelSize, num_tokens: int, *, num_gpus: int, device_memory: int
-) -> float:
-    """Return the fraction of a GPU's memory that vLLM needs for a KV cache of `num_tokens`, as a native engine would.
-
-    vLLM fills all of its fraction, and allocates CUDA graphs beside it, which have the part that stays free.
+    With adapters beside some of the matrices, only these are; they are counted as if none were.
     """
-    running = inference.max_running_requests or "auto"
-    native = EngineConfig(dtype=inference.dtype, max_running_requests=running, kv_cache_tokens=num_tokens)
-    use = estimate_engine(native, 0, model, num_gpus=num_gpus, device_memory=device_memory)
-    return min(math.ceil(100 * use.total / device_memory) / 100, MAX_MEMORY_FRACTION)
+    is_quantized = publishes_adapters(config) and not config.trainer.lora.target_modules
+    return config.model.quantize if is_quantized else None
 
 
 def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_ranks: int) -> MemoryUse:

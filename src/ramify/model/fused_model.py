@@ -44,6 +44,7 @@ INPUT_NAMES += ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj")
 OUTPUT_NAMES = ("o_proj", "out_proj")
 GATE_UP_NAMES, DOWN_NAMES = ("gate_proj", "up_proj", "w1", "w3", "gate_up_proj"), ("down_proj", "w2")
 MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # relative ones of logits, for `_check_logits`
+MAX_PRODUCT_ERROR = 0.01  # in bfloat16, rounding makes it 0.002
 ForwardFn = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
 """(ids, positions, attention metadata, logit rows) -> logits of these rows, [logit rows, vocab]."""
 
@@ -116,6 +117,7 @@ def build_fused_model(
             from ramify.model.kernels.cuda.decoder import CudaDecoderOps  # needs Triton
 
             fused.ops = CudaDecoderOps(fused.sizes)
+            _check_products(fused.weights.layers[0])
         elif state_specs:
             fused.ops = DecoderOps(fused.sizes, "torch (recurrent layers)")
         else:
@@ -344,6 +346,18 @@ def _run_check_sequence(
         rows = torch.arange(stop - start, device=device)
         logits.append(forward(ids[start:stop], positions, metadata, rows))
     return torch.cat(logits)
+
+
+def _check_products(layer: LayerWeights) -> None:
+    """Raise ModelUnsupported if products with quantized matrices are wrong for some number of rows.
+
+    The check sequence has too few rows for most of the kernels that compute them.
+    """
+    from ramify.model.kernels.cuda.quantized_products import measure_error  # needs Triton
+
+    for matrix in (layer.qkv, layer.down):
+        if isinstance(matrix, QuantizedMatrix) and not (error := measure_error(matrix)) <= MAX_PRODUCT_ERROR:
+            raise ModelUnsupported(f"products with quantized matrices differ by {error:.2g}")
 
 
 def _check_logits(expected: Tensor, actual: Tensor) -> None:

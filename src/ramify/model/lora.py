@@ -184,6 +184,16 @@ def quantize_base(model: nn.Module, mode: QuantizeMode, dtype: torch.dtype, devi
             module.quantize(mode, dtype, device)
 
 
+def count_saved_bytes(model: nn.Module) -> int:
+    """Return how many bytes less a model reads because its matrices are quantized."""
+    linears = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    return sum(
+        linear.in_features * linear.out_features * matrix.scales.itemsize - matrix.codes.nbytes - matrix.scales.nbytes
+        for linear in linears
+        if (matrix := linear.quantized) is not None
+    )
+
+
 def add_engine_adapters(
     model: Any,
     device: torch.device,

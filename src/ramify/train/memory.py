@@ -282,10 +282,7 @@ def estimate_rank(
     # With FSDP, and for adapters, the model's weights are not a part of the master weights.
     is_separate = (element_bytes < MASTER_BYTES and num_ranks > 1) or trainer.lora.enabled
     master_bytes = MASTER_BYTES if is_separate else MASTER_BYTES - element_bytes
-    inner_bytes = element_bytes if quantize is None else QUANTIZED_BYTES[quantize]
-    num_outer = model.num_outer_parameters + model.num_tower_parameters  # which are not quantized
-    weight_bytes = num_outer * element_bytes + int(num_trained * master_bytes)
-    weight_bytes += int((model.num_parameters - num_outer) * inner_bytes)
+    weight_bytes = count_weight_bytes(model, element_bytes, quantize) + int(num_trained * master_bytes)
     num_tokens, num_recomputed = trainer.max_pack_tokens, min(trainer.num_recomputed_layers, model.num_layers)
     saved_elements = (model.num_layers - num_recomputed) * model.layer_elements + num_recomputed * model.hidden_size
     head_bytes = min(2 * num_tokens * model.vocab_size * element_bytes, HEAD_BYTES) if gpu else 0
@@ -301,20 +298,16 @@ def estimate_rank(
     )
 
 
-def _estimate_image_bytes(trainer: TrainerConfig, model: ModelSize) -> int:
-    """Return the bytes of the images of a step, which are taken to have as many tokens as a pack; 0 for a text model.
+def count_weight_bytes(model: ModelSize, element_bytes: int, quantize: str | None) -> int:
+    """Return the bytes of the weights of a model; `quantize` is the format of the matrices in the layers.
 
-    If the tower is trained, the backward pass needs its activations or, if layers are recomputed, their inputs. The
-    features and their gradients are also in float32.
+    Experts get no adapters, so they are never quantized; a mixture of experts is counted as if nothing were.
     """
-    if (vision := model.vision) is None:
-        return 0
-    element_bytes = get_element_bytes(trainer.dtype, gpu=True)
-    num_tokens, num_layers, num_inputs = trainer.max_pack_tokens, 1, 0
-    if not (trainer.freeze_vision or trainer.lora.enabled):
-        num_layers, num_inputs = (1, vision.num_layers) if trainer.num_recomputed_layers else (vision.num_layers, 0)
-    tower_bytes = vision.estimate_bytes(num_tokens, element_bytes, num_layers=num_layers, num_inputs=num_inputs)
-    return tower_bytes + num_tokens * vision.num_outputs * model.hidden_size * (element_bytes + 2 * GRADIENT_BYTES)
+    inner_bytes: float = element_bytes
+    if quantize is not None and model.experts_note is None:
+        inner_bytes = QUANTIZED_BYTES[quantize]
+    num_outer = model.num_outer_parameters
+    return num_outer * element_bytes + int((model.num_parameters - num_outer) * inner_bytes)
 
 
 def check_recompute_layers(trainer: TrainerConfig, num_layers: int) -> None:

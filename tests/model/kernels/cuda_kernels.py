@@ -557,6 +557,15 @@ def test_matrices_are_dequantized_in_parts_for_many_rows(monkeypatch):
     torch.testing.assert_close(quantized_products.multiply(rows, quantized), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_wrong_product_is_measured(monkeypatch):
+    from ramify.model.kernels.cuda import quantized_products
+
+    matrix = quantize_matrix(torch.randn(40, 64, device=DEVICE), "8bit")
+    assert quantized_products.measure_error(matrix) < 1e-6
+    monkeypatch.setattr(quantized_products, "dequantize", lambda part: dequantize_matrix(part).roll(1, 0))
+    assert quantized_products.measure_error(matrix) > 0.5
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "has_norm"), [(9, 3, True), (4, 2, False)])
 def test_rotation_equals_plain_formulas(heads, kv_heads, has_norm):
     from ramify.model.kernels.cuda.decoder import HEADS_PER_PROGRAM, _rotate_and_cache

@@ -69,7 +69,7 @@ def quantize_matrix(matrix: Tensor, mode: QuantizeMode) -> QuantizedMatrix:
     block = math.gcd(columns, MAX_BLOCK)
     if block < 2:
         raise ModelUnsupported(f"blocks need at least two columns, but the matrix has {columns}")
-    values = matrix.detach().float().view(rows, -1, block)
+    values = matrix.detach().float().contiguous().view(rows, -1, block)
     num_steps = 127 if mode == "8bit" else 1
     scales = (values.abs().amax(-1) / num_steps).to(matrix.dtype)
     values = values / scales.float().clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ramify.model.kernels.quantization import MAX_BLOCK, QuantizedMatrix, get_levels
+from ramify.model.kernels.quantization import MAX_BLOCK, QuantizedMatrix, dequantize_matrix, get_levels
 
 PART_BYTES = 64 << 20  # of a matrix that are dequantized at a time; what caches hold for the product that follows
 COLUMNS_PER_STEP = 128
@@ -132,10 +132,27 @@ def dequantize(matrix: QuantizedMatrix) -> Tensor:
     return out
 
 
+def measure_error(matrix: QuantizedMatrix) -> float:
+    """Return the largest relative error of products with a matrix: for each tile, and for more rows."""
+    plain, errors = dequantize_matrix(matrix), list[float]()
+    tiles = _list_tiles(plain)
+    for count in [*(tile.rows for tile in tiles), tiles[-1].rows + 1]:
+        generator = torch.Generator(plain.device).manual_seed(count)
+        rows = torch.empty(count, matrix.num_columns, dtype=plain.dtype, device=plain.device)
+        expected = torch.mm(rows.normal_(generator=generator), plain.t()).float()
+        difference = (multiply(rows, matrix).float() - expected).norm()
+        errors.append(float(difference / expected.norm().clamp_min(1e-30)))
+    return max(errors)
+
+
+def _list_tiles(tensor: Tensor) -> tuple[Tile, ...]:
+    """Return the tiles for the dtype of a tensor: numbers of float32 take twice the memory."""
+    return TILES if tensor.element_size() == 2 else TILES[:1]
+
+
 def multiply(rows: Tensor, matrix: QuantizedMatrix) -> Tensor:
     """Return `rows` [rows, columns] times the transposed matrix."""
-    max_rows = TILES[-1 if rows.element_size() == 2 else 0].rows  # float32 needs twice the memory
-    if 0 < len(rows) <= max_rows and matrix.block == MAX_BLOCK:
+    if 0 < len(rows) <= _list_tiles(rows)[-1].rows and matrix.block == MAX_BLOCK:
         return _multiply_few(rows, matrix)
     codes, scales = matrix
     out = rows.new_empty(len(rows), len(codes))
