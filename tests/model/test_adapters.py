@@ -22,6 +22,7 @@ from ramify.model.weights import apply_weights, get_untied_tensors, publish_weig
 from ramify.model.weights_manifest import PublishedAdapters, read_tensor_dtypes, read_tensor_shapes
 from ramify.trace.version import PolicyVersion
 from ramify.train.memory import QUANTIZED_BYTES
+from tests.support.models import HYBRIDS
 from tests.support.training import CONFIGS, build_model
 
 SCALING = 8 / 4
@@ -142,7 +143,7 @@ def test_an_engine_rounds_its_base_as_the_trainer_does(base, tmp_path, mode):
 @pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj", "down_proj"]], ids=["all", "some"])
 def test_the_fused_forward_multiplies_with_the_codes_of_a_quantized_base(base, tmp_path, mode, targets):
     """Projections of which only some parts are quantized are one dequantized matrix."""
-    module, rounded = load_engine(base, targets), load_engine(base, targets, mode)
+    module, rounded = load_engine(base, targets).module, load_engine(base, targets, mode).module
     quantize_base(module, mode, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         fused = build_fused_model(module)

@@ -63,6 +63,7 @@ def estimate_engine(
     row_elements = 3 * model.hidden_size + 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
     buffer_bytes = limits.max_num_batched_tokens * row_elements * element_bytes if gpu else 0
     buffer_bytes += 3 * limits.max_running_requests * model.vocab_size * STATE_BYTES if gpu else 0  # logits
+    buffer_bytes += DEQUANTIZED_BYTES if gpu and quantize is not None else 0
     workspace = TORCH_BASE_BYTES + buffer_bytes
     if isinstance(inference, VLLMConfig):
         fraction = min(inference.memory_fraction, MAX_MEMORY_FRACTION) if gpu else 0.0
@@ -77,13 +78,27 @@ def estimate_engine(
     cache_bytes = max(max_len * token_bytes, min(max_len * limits.max_running_requests * token_bytes, cache_limit))
     if inference.kv_cache_tokens is not None:
         cache_bytes = inference.kv_cache_tokens * token_bytes
-    row_elements = 3 * model.hidden_size + 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
-    buffer_bytes = limits.max_num_batched_tokens * row_elements * element_bytes if gpu else 0
-    buffer_bytes += 3 * limits.max_running_requests * model.vocab_size * STATE_BYTES if gpu else 0  # logits
-    buffer_bytes += DEQUANTIZED_BYTES if gpu and quantize is not None else 0
-    return MemoryUse(
-        weights=weight_bytes, kv_cache=state_bytes + cache_bytes, workspace=TORCH_BASE_BYTES + buffer_bytes
-    )
+    return MemoryUse(weights=weight_bytes, kv_cache=state_bytes + cache_bytes, workspace=workspace)
+
+
+def get_engine_limits(inference: EngineConfig | VLLMConfig, *, gpu: bool) -> EngineLimits:
+    """Return the limits of an engine. vLLM is taken to have the limits of a native engine."""
+    if isinstance(inference, VLLMConfig):
+        inference = EngineConfig(max_running_requests=inference.max_running_requests or "auto")
+    return inference.get_limits(gpu=gpu)
+
+
+def choose_vllm_fraction(
+    inference: VLLMConfig, model: ModelSize, num_tokens: int, *, num_gpus: int, device_memory: int
+) -> float:
+    """Return the fraction of a GPU's memory that vLLM needs for a KV cache of `num_tokens`, as a native engine would.
+
+    vLLM fills all of its fraction, and allocates CUDA graphs beside it, which have the part that stays free.
+    """
+    running = inference.max_running_requests or "auto"
+    native = EngineConfig(dtype=inference.dtype, max_running_requests=running, kv_cache_tokens=num_tokens)
+    use = estimate_engine(native, 0, model, num_gpus=num_gpus, device_memory=device_memory)
+    return min(math.ceil(100 * use.total / device_memory) / 100, MAX_MEMORY_FRACTION)
 
 
 def find_engine_format(config: RunConfig) -> str | None:

@@ -28,7 +28,7 @@ from ramify.model.kernels.decoder_ops import (
 )
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
 from ramify.model.kernels.quantization import QuantizedMatrix
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
+from ramify.model.kernels.recurrent_ops import CHUNK_SIZE, DeltaRuleWeights, RecurrentWeights, ShortConvWeights
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.lora import LoraLinear, set_matrix
 from ramify.model.vision import build_image_inputs

@@ -298,6 +298,22 @@ def estimate_rank(
     )
 
 
+def _estimate_image_bytes(trainer: TrainerConfig, model: ModelSize) -> int:
+    """Return the bytes of the images of a step, which are taken to have as many tokens as a pack; 0 for a text model.
+
+    If the tower is trained, the backward pass needs its activations or, if layers are recomputed, their inputs. The
+    features and their gradients are also in float32.
+    """
+    if (vision := model.vision) is None:
+        return 0
+    element_bytes = get_element_bytes(trainer.dtype, gpu=True)
+    num_tokens, num_layers, num_inputs = trainer.max_pack_tokens, 1, 0
+    if not (trainer.freeze_vision or trainer.lora.enabled):
+        num_layers, num_inputs = (1, vision.num_layers) if trainer.num_recomputed_layers else (vision.num_layers, 0)
+    tower_bytes = vision.estimate_bytes(num_tokens, element_bytes, num_layers=num_layers, num_inputs=num_inputs)
+    return tower_bytes + num_tokens * vision.num_outputs * model.hidden_size * (element_bytes + 2 * GRADIENT_BYTES)
+
+
 def count_weight_bytes(model: ModelSize, element_bytes: int, quantize: str | None) -> int:
     """Return the bytes of the weights of a model; `quantize` is the format of the matrices in the layers.
 
@@ -306,7 +322,7 @@ def count_weight_bytes(model: ModelSize, element_bytes: int, quantize: str | Non
     inner_bytes: float = element_bytes
     if quantize is not None and model.experts_note is None:
         inner_bytes = QUANTIZED_BYTES[quantize]
-    num_outer = model.num_outer_parameters
+    num_outer = model.num_outer_parameters + model.num_tower_parameters  # which are not quantized
     return num_outer * element_bytes + int((model.num_parameters - num_outer) * inner_bytes)
 
 

@@ -30,8 +30,14 @@ from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
 from ramify.model.kernels.paged_attention import AttentionTile, StepSequences
 from ramify.model.kernels.quantization import QuantizedMatrix, dequantize_matrix, quantize_matrix
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
-from ramify.model.kernels.recurrent_ops import compute_delta_rule as reference_delta_rule
+from ramify.model.kernels.recurrent_ops import (
+    MIN_CHUNK_ROWS,
+    DeltaRuleWeights,
+    RecurrentWeights,
+    ShortConvWeights,
+    plan_chunks,
+)
+from ramify.model.kernels.recurrent_ops import compute_recurrent as reference_recurrent
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
@@ -684,6 +690,51 @@ def test_engine_with_these_kernels_has_the_logprobs_of_transformers(family, tmp_
             assert abs(expected[first + index - 1, token].item() - logprob) < 1e-4
     assert core.counters.shared_keys > 0
     assert core.pool.num_free_blocks == core.pool.num_usable_blocks
+
+
+@long_in_the_interpreter
+def test_long_prompts_of_an_engine_continue_their_states_and_snapshots_in_chunks(tmp_path):
+    """Parts of prompts share steps with decoding requests; the last request begins with the snapshot of another."""
+    from tests.support.models import build_core, reference, run, sampled_ids, scores, write_qwen3_5
+
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    source = write_qwen3_5(tmp_path / "model", 1, **layers, linear_num_key_heads=1, linear_num_value_heads=2)
+    limits: Any = {"kv_cache_tokens": 800, "max_running_requests": 3, "max_num_batched_tokens": 96}
+    core = build_core(source, **limits, device=DEVICE.type)
+    assert core.runner.uses_plans and core.runner.fused_model is not None
+    prompts = [[(7 * index + first) % 90 + 3 for index in range(length)] for first, length in ((0, 20), (1, 150))]
+    prompts.append([*prompts[1][:148], *range(5, 45)])
+    params = SamplingParams(max_tokens=3, seed=1)
+    requests = run(core, *(core.create_request(prompt, params) for prompt in prompts[:2]))
+    requests += run(core, core.create_request(prompts[2], params))
+    assert requests[2].num_cached_tokens == 148
+    model, runner = reference(source), core.runner
+    for request in requests:
+        expected, first = scores(model, request.token_ids, 1.0), len(request.prompt_token_ids)
+        for index, (token, logprob) in enumerate(zip(sampled_ids(request), request.logprobs, strict=True), first - 1):
+            assert abs(expected[index, token].item() - logprob) < 1e-4
+    assert isinstance(runner, CudaModelRunner)
+    assert {(shape.num_rows, shape.num_chunks) for shape in runner._seen if shape.num_chunks} == {
+        (96, 3),
+        (72, 2),
+        (40, 1),
+    }
+
+
+@long_in_the_interpreter
+def test_engine_notices_at_load_that_chunks_do_not_continue_a_state(tmp_path, monkeypatch):
+    from ramify.model.kernels.cuda import recurrent_ops
+    from tests.support.models import build_core, write_qwen3_5
+
+    def start_from_zero(*arguments) -> None:
+        *inputs, tracks, states, out, chunk_size, scale = arguments
+        continue_tracks(*inputs, tracks - tracks.new_tensor([0, 0, 9]), states, out, chunk_size, scale)
+
+    continue_tracks = recurrent_ops.continue_tracks
+    monkeypatch.setattr(recurrent_ops, "continue_tracks", start_from_zero)
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    core = build_core(write_qwen3_5(tmp_path / "model", 1, **layers), kv_cache_tokens=64, device=DEVICE.type)
+    assert core.runner.fused_model is None and "logits differ" in core.runner.ops_description
 
 
 @long_in_the_interpreter

@@ -19,7 +19,7 @@ from ramify.model.kernels.attention_plan import build_plan
 from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool, StepSequences
 from ramify.model.kernels.quantization import QuantizeMode, quantize_matrix
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, ShortConvWeights, plan_chunks
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
@@ -353,7 +353,7 @@ def test_the_kernels_of_the_head_compile(dtype, capability, monkeypatch):
 @for_each_capability
 @pytest.mark.parametrize("mode", ["8bit", "4bit"])
 @pytest.mark.parametrize(
-    ("num_rows", "dtype"), [*((rows, torch.bfloat16) for rows in (1, 64, 128, 129)), (16, torch.float32)]
+    ("num_rows", "dtype"), [*((rows, torch.bfloat16) for rows in (1, 64, 128, 129)), (16, torch.float32)], ids=str
 )
 def test_the_kernels_of_quantized_products_compile(num_rows, dtype, mode, capability, monkeypatch):
     launches = record_launches(monkeypatch, lambda: multiply_rows(mode, num_rows, dtype))

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.kernels.paged_attention import AttentionMetadata, write_kv
 from ramify.model.kernels.quantization import QuantizedMatrix, dequantize_matrix
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, compute_delta_rule
+from ramify.model.kernels.recurrent_ops import RecurrentWeights, compute_recurrent
 
 Matrix = Tensor | QuantizedMatrix
 """A matrix [in, out], or a quantized one, which is [out, in]."""

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.kernels.cuda.quantized_products import multiply
-from ramify.model.kernels.cuda.recurrent_ops import compute_delta_rule
-from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights, Matrix
+from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent
+from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights, Matrix, scale_rows
 from ramify.model.kernels.paged_attention import AttentionMetadata
 from ramify.model.kernels.quantization import QuantizedMatrix
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
+from ramify.model.kernels.recurrent_ops import RecurrentWeights
 
 HEADS_PER_PROGRAM = 8
 ACTIVATION_BLOCK = 1024
@@ -159,7 +159,8 @@ class CudaDecoderOps(DecoderOps):
             gate_up = self.add_adapter(self.matmul(normed, layer.gate_up), normed, layer.gate_up_adapter)
             inner = self._multiply_silu(gate_up)
             addend = self.add_adapter(self.matmul(inner, layer.down), inner, layer.down_adapter)
-        return self.matmul(self._add_norm(addend, hidden, weights.norm), weights.head.t(), weights.head_bias)
+        normed = scale_rows(self._add_norm(addend, hidden, weights.norm), self.sizes.logit_scale)
+        return self.matmul(normed, weights.head.t(), weights.head_bias)
 
     def matmul(self, rows: Tensor, weight: Matrix, addend: Tensor | None = None) -> Tensor:
         """Return `rows` [rows, in] times a matrix, plus `addend` if given."""
@@ -222,8 +223,8 @@ class CudaDecoderOps(DecoderOps):
         attn_metadata: AttentionMetadata,
         layer_index: int,
     ) -> Tensor:
-        """Return the gated and normalized values that the layer's states have for its queries, [rows, values]."""
-        projected = self.add_adapter(self.matmul(normed, layer.qkv), normed, layer.qkv_adapter)
+        """Return what the output projection of a recurrent layer gets, [rows, channels]; its states are changed."""
+        projected = self.add_adapter(self.matmul(normed, layer.qkv, layer.qkv_bias), normed, layer.qkv_adapter)
         states, plan = attn_metadata.states, attn_metadata.plan
         assert states is not None and plan is not None and plan.sequences is not None
         return compute_recurrent(recurrent, projected, plan.sequences, states, layer_index, self.sizes.eps)

@@ -164,10 +164,10 @@ def multiply(rows: Tensor, matrix: QuantizedMatrix) -> Tensor:
 
 
 def _multiply_few(rows: Tensor, matrix: QuantizedMatrix) -> Tensor:
-    tile = next(tile for tile in TILES if len(rows) <= tile.rows)
+    tile, is_half = next(tile for tile in TILES if len(rows) <= tile.rows), rows.element_size() == 2
     codes, columns, num_outputs = matrix.codes, matrix.num_columns, len(matrix.codes)
     num_programs = triton.cdiv(num_outputs, tile.outputs)
-    step = math.gcd(columns, COLUMNS_PER_STEP)
+    step = math.gcd(columns, COLUMNS_PER_STEP if is_half else MAX_BLOCK)
     num_steps = columns // step
     steps_per_part = triton.cdiv(num_steps, max(1, tile.num_programs // num_programs))
     num_parts = triton.cdiv(num_steps, steps_per_part)
@@ -177,7 +177,7 @@ def _multiply_few(rows: Tensor, matrix: QuantizedMatrix) -> Tensor:
         rows.contiguous(), codes, matrix.scales, get_levels(codes.device), parts,
         len(rows), num_outputs, columns, steps_per_part * step,
         M=tile.rows, N=tile.outputs, K=step, BLOCK=matrix.block, IN_PAIRS=matrix.is_in_pairs,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages if is_half else 1,
     )  # fmt: skip
     if num_parts > 1:
         _sum_parts[(triton.cdiv(out.numel(), ELEMENTS_PER_PROGRAM),)](
