@@ -7,6 +7,7 @@ engines on GPUs multiply with the codes (`ramify.model.kernels.cuda.quantized_pr
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -84,7 +85,8 @@ def quantize_matrix(matrix: Tensor, mode: QuantizeMode) -> QuantizedMatrix:
 def dequantize_matrix(matrix: QuantizedMatrix) -> Tensor:
     """Return the matrix, in the dtype of its scales."""
     codes, scales = matrix
-    return (_dequantize_compiled if codes.is_cuda else _dequantize)(codes, scales, get_levels(codes.device))
+    compiles_alone = codes.is_cuda and not torch.compiler.is_compiling()
+    return (_compile_dequantize() if compiles_alone else _dequantize)(codes, scales, _get_levels(codes.device))
 
 
 def _dequantize(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
@@ -96,7 +98,10 @@ def _dequantize(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
     return (values * scales.float().unsqueeze(-1)).to(scales.dtype).view(rows, -1)
 
 
-_dequantize_compiled = torch.compile(_dequantize)  # one kernel
+@cache
+def _compile_dequantize() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return `_dequantize` as one kernel. Inductor, which it needs, takes more than a second to import."""
+    return torch.compile(_dequantize)
 
 
 @cache
