@@ -17,6 +17,7 @@ import of the module that defines it. `python -m tools.structure DIRECTORY` chec
 """
 
 import ast
+import gc
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ class Import:
 
 def main(root: Path = ROOT) -> int:
     """Print every problem of the source and its sizes; return 1 if there is a problem."""
+    gc.disable()  # nodes of trees are not garbage, and collections take half of the time
     source = root / "src"
     trees = parse_modules(source)
     public_names = parse_stubs(source)
