@@ -11,6 +11,7 @@ worker starts only when it knows the next one.
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ except ImportError:  # some suites run in environments without xdist
 # Files and directories in the order in which they start; the others follow. A long one that starts last ends alone.
 SLOWEST_FIRST = (
     "tests/rl/test_faults.py",  # makes the finished run, for which other files would wait
+    "tests/model/kernels/test_cuda_kernels.py",  # half a minute in one test
     "tests/train/",
     "tests/infer/",
     "tests/rl/",
@@ -31,6 +33,8 @@ SLOWEST_FIRST = (
     "tests/launch/",
 )
 
+HAS_GPU = Path("/dev/nvidiactl").exists()
+
 # Tests that import a heavy library. A module that is missing here and imports one fails the collection.
 HEAVY_LIBRARIES = ("torch", "transformers", "anthropic", "openai", "sympy")
 HEAVY_TESTS = (
@@ -38,7 +42,10 @@ HEAVY_TESTS = (
     "tests/infer/gateway/",
     "tests/infer/test_",
     "tests/model/images/",
-    "tests/model/kernels/",
+    "tests/model/kernels/cpu/",
+    "tests/model/kernels/test_kernel_targets.py",
+    "tests/model/kernels/test_paged_attention.py",
+    *(["tests/model/kernels/test_cuda_kernels.py"] if HAS_GPU else []),  # without one, it only starts a process
     "tests/model/test_",
     "tests/train/",
     "tests/cli/test_doctor.py",
