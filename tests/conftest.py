@@ -30,6 +30,9 @@ settings.load_profile("full" if os.environ.get("RAMIFY_FULL") else "bounded")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# `python3` in the commands of tests is this interpreter. The one of pyenv is a script that takes as long as a command.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test downloads a model
 
 # Each process that imports aiohttp, and each client of httpx, parses the certificates that it trusts: 150 take 50 ms.
