@@ -40,11 +40,16 @@ def main(root: Path = ROOT) -> int:
 
 
 def find_phrases(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, the phrase and the advice for each phrase in a text."""
+    """Yield the line, the phrase and the advice for each phrase in a text.
+
+    Patterns that begin with a boundary of words, or ignore case, take ten times longer: they cannot skip to a letter.
+    """
+    text = text.lower()
     for pattern, advice in PHRASES.items():
-        regex = re.compile(rf"\b(?:{pattern})\b".replace(" ", r"[\s#]+"), re.IGNORECASE)
+        regex = re.compile(rf"(?:{pattern})\b".replace(" ", r"[\s#]+"))
         for match in regex.finditer(text):
-            if "phrase" not in regex.groupindex or match["phrase"]:
+            is_word = not re.match(r"\w", text[match.start() - 1 : match.start()])
+            if is_word and ("phrase" not in regex.groupindex or match["phrase"]):
                 yield text.count("\n", 0, match.start()) + 1, " ".join(match[0].replace("#", "").split()), advice
 
 
