@@ -204,7 +204,7 @@ def test_a_trial_lowers_the_limits_and_changes_nothing_else():
 
 @pytest.mark.parametrize("optimizer_type", ["adamw", "muon"])
 def test_a_trial_holds_the_moments_of_the_optimizer(optimizer_type):
-    config = TrainerConfig(optim={"type": optimizer_type})
+    config = TrainerConfig(pack_tokens=256, optim={"type": optimizer_type})
     trainer, num_states = Trainer(build_policy(CONFIGS["llama"]), config), []
     trainer.policy.register_forward_pre_hook(
         lambda *_: num_states.append(sum(len(optimizer.state) for optimizer in trainer.optimizer.optimizers))
