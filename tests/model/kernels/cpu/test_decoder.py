@@ -248,6 +248,18 @@ def test_truncated_cached_library_is_compiled_again(monkeypatch, tmp_path, no_lo
     assert cached.stat().st_size > 0
 
 
+@pytest.mark.process
+def test_a_source_in_another_directory_is_not_compiled_again(monkeypatch, tmp_path, no_loaded_libraries):
+    compile_or_skip(SHAPES[2])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("first", "second"):
+        source = tmp_path / name / "number.c"
+        source.parent.mkdir()
+        source.write_text("int number(void) { return 7; }")
+        assert c_library.load_c_library(source).number() == 7
+    assert len(list((tmp_path / "ramify").iterdir())) == 1
+
+
 def test_missing_home_directory_is_reported(monkeypatch, no_loaded_libraries):
     compile_or_skip(SHAPES[2])
 

@@ -35,16 +35,15 @@ def load_c_library(source: Path, *definitions: str) -> ctypes.CDLL:
     compiler = shutil.which(compiler_name)
     if compiler is None:
         raise CLibraryUnavailable(f"no C compiler: {compiler_name} was not found")
-    command = [compiler, *COMPILER_FLAGS, *(f"-D{definition}" for definition in definitions), str(source), "-lm"]
+    command = [compiler, *COMPILER_FLAGS, *(f"-D{definition}" for definition in definitions)]
     cached_path = _cache_path(source, command)
     with contextlib.suppress(OSError):  # missing, truncated or unreadable: compile it
         return ctypes.CDLL(str(cached_path))
     with tempfile.TemporaryDirectory() as directory:
         library_path = Path(directory) / cached_path.name
         try:
-            subprocess.run(
-                [*command, "-o", str(library_path)], check=True, capture_output=True, timeout=COMPILE_TIMEOUT
-            )
+            files = [str(source), "-lm", "-o", str(library_path)]
+            subprocess.run([*command, *files], check=True, capture_output=True, timeout=COMPILE_TIMEOUT)
             with contextlib.suppress(OSError):  # it cannot be cached: the next start compiles again
                 cached_path.parent.mkdir(parents=True, exist_ok=True)
                 partial_path = cached_path.with_name(f".{cached_path.name}.{os.getpid()}")
