@@ -86,7 +86,7 @@ def dequantize_matrix(matrix: QuantizedMatrix) -> Tensor:
     """Return the matrix, in the dtype of its scales."""
     codes, scales = matrix
     compiles_alone = codes.is_cuda and not torch.compiler.is_compiling()
-    return (_compile_dequantize() if compiles_alone else _dequantize)(codes, scales, _get_levels(codes.device))
+    return (_compile_dequantize() if compiles_alone else _dequantize)(codes, scales, get_levels(codes.device))
 
 
 def _dequantize(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
