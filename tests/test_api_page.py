@@ -12,7 +12,7 @@ import pytest
 
 import ramify
 from ramify.env.decorators import HookKind
-from ramify.env.taskset_hooks import TasksetHooks
+from ramify.env.taskset import TasksetHooks
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text("utf-8")
 SECTIONS = {

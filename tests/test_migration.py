@@ -16,7 +16,7 @@ import ramify as rf
 from ramify.cli.commands import COMMANDS
 from ramify.core.config import parse
 from ramify.env.plugin import PLUGIN_KINDS
-from ramify.env.taskset_hooks import TasksetHooks
+from ramify.env.taskset import TasksetHooks
 from ramify.orchestrate.run_config import RunConfig
 from ramify.run.reader import read_metrics
 from tests.test_docs_keys import is_flag, is_key, list_all_sections, list_paths

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
+from ramify.cli.arguments import read_summary
 from ramify.cli.commands import COMMANDS, ConfigCommand, load
-from ramify.cli.plugin_help import read_summary
 from ramify.core.config import Config
 from ramify.core.config.help import HelpKey, HelpSection, format_default, format_type, iter_sections
 from ramify.env.plugin import PLUGIN_KINDS, find_plugin_class, get_config_class

@@ -12,7 +12,7 @@ import pytest
 from ramify.launch.launcher import Launcher, ProcessStart
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.ray_launcher import RayLauncher
-from ramify.processes.exit_codes import EXIT_NOT_STARTED
+from ramify.processes.exit import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from tests.support.launchers import (
     PLACEMENT,

@@ -12,7 +12,7 @@ from ramify.launch.launcher import PlacementRequest, ProcessRole, ProcessStart
 from ramify.launch.local_launcher import LocalSlot
 from ramify.launch.remote_slot import ExchangeRequest, NodeProcess
 from ramify.launch.supervisor import RunOutcome, Supervisor, SupervisorSettings
-from ramify.processes.exit_codes import EXIT_NOT_STARTED
+from ramify.processes.exit import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.lease import LeaseTerms, read_lease_clock
 from ramify.run.state import ProcessState

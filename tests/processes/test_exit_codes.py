@@ -1,6 +1,6 @@
 """Exit codes are described in words."""
 
-from ramify.processes.exit_codes import describe_exit, is_signal_exit
+from ramify.processes.exit import describe_exit, is_signal_exit
 
 
 def test_describe_exit():

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.process
 
 CODE = """
 import atexit, sys, tempfile
-from ramify.processes.quick_exit import QUICK_EXIT
+from ramify.processes.exit import QUICK_EXIT
 
 class Freed:
     def __del__(self):
@@ -40,7 +40,7 @@ def test_exit_handlers_run_and_modules_are_freed_only_after_an_error(end, code, 
 
 SENDER = """
 import sys
-from ramify.processes.quick_exit import QUICK_EXIT
+from ramify.processes.exit import QUICK_EXIT
 import zmq
 
 socket = zmq.Context.instance().socket(zmq.PUSH)

@@ -16,9 +16,9 @@ from ramify.processes.interpreter import find_other_interpreter, run_command_in
 from ramify.rollout import Environment
 from ramify.rollout.evals.blocked_loop import LoopWatchdog
 from ramify.rollout.evals.config import EvalConfig
-from ramify.rollout.evals.display import EvalContent
 from ramify.rollout.evals.plan import load_plan
 from ramify.rollout.evals.policy_client import check_server
+from ramify.rollout.evals.progress import EvalContent
 from ramify.rollout.evals.report import build_report
 from ramify.rollout.evals.run import (
     EvalResult,

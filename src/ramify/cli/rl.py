@@ -14,13 +14,13 @@ from ramify.core.display import choose_display
 from ramify.core.errors import CheckpointRefused, ClusterTooSmall, ConfigInvalid, RamifyError, RunBusy, RunDamaged
 from ramify.launch.dashboard import RunContent
 from ramify.launch.demands import list_planned_nodes
-from ramify.launch.dry_run_checks import check_start
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import assume_machine, describe_machine
 from ramify.launch.pinned_datasets import pin_datasets
 from ramify.launch.plan import format_plan, plan_run, write_plan
 from ramify.launch.published_weights import find_newest_weights
 from ramify.launch.python_api import rl
+from ramify.launch.run_checks import check_start
 from ramify.launch.run_directory import format_finished
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.cluster_config import find_unused_keys

@@ -15,8 +15,8 @@ from typing import Literal
 from ramify.cli.run_lookup import find_rollout, open_run_readonly
 from ramify.core.console import make_console
 from ramify.core.errors import ConfigInvalid
+from ramify.rollout.evals.progress import total_seconds
 from ramify.rollout.evals.report import build_report
-from ramify.rollout.evals.summary import total_seconds
 from ramify.rollout.evals.trace_view import render_trace_tree
 from ramify.run.store import RolloutRecord, RunStore
 from ramify.view.queries import RunQueries

@@ -1,4 +1,4 @@
-"""Helpers for asyncio: a timeout that names its operation, retries, calls that may hang, and the ownership of tasks."""
+"""Helpers for asyncio: timeouts that name their operation, retries, calls that may hang, tasks, and services."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from ramify.core.errors import DeadlineExceeded, RamifyError
 
@@ -180,3 +180,21 @@ class WatchTasks(Generic[K]):
     async def cancel(self) -> None:
         """Cancel all tasks and wait until they have ended."""
         await cancel_all(self._tasks.values())
+
+
+class AsyncService:
+    """Something that works between `start` and `close`, or in `async with`."""
+
+    async def start(self) -> Self:
+        """Start it, and return it."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

@@ -4,8 +4,8 @@ from .context import RolloutAgent as RolloutAgent
 from .context import RolloutContext as RolloutContext
 from .data_config import DataColumnsConfig as DataColumnsConfig
 from .data_config import DataFilesConfig as DataFilesConfig
+from .data_files import read_prompt as read_prompt
 from .data_files import read_rows as read_rows
-from .data_prompts import read_prompt as read_prompt
 from .decorators import group_reward as group_reward
 from .decorators import metric as metric
 from .decorators import reward as reward
@@ -23,8 +23,8 @@ from .runtime import RuntimeProcess as RuntimeProcess
 from .task import Task as Task
 from .taskset import Taskset as Taskset
 from .taskset import TasksetConfig as TasksetConfig
-from .taskset_hooks import TasksetHooks as TasksetHooks
-from .taskset_hooks import collect_hooks as collect_hooks
+from .taskset import TasksetHooks as TasksetHooks
+from .taskset import collect_hooks as collect_hooks
 from .tools import Tool as Tool
 from .tools import ToolSet as ToolSet
 from .user import ModelUser as ModelUser

@@ -16,15 +16,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Self
 
+from ramify.core.async_calls import AsyncService
 from ramify.core.errors import DeadlineExceeded, ProviderError
 from ramify.infer.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights_manifest import MANIFEST_FILE, Manifest
 from ramify.processes.child import ChildProcess
-from ramify.processes.exit_codes import EXIT_NOT_STARTED, describe_exit
+from ramify.processes.exit import EXIT_NOT_STARTED, describe_exit
 from ramify.processes.log import ProcessLog
-from ramify.processes.wire.lifecycle import AsyncService
 from ramify.trace.version import PolicyVersion
 
 POLL_INTERVAL = 0.25  # seconds

@@ -34,11 +34,10 @@ from ramify.run.fencing.head_log import DirectoryStore, HeadLog, LogPosition
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store import RunStore, storage_call, wrap_storage_errors
 from ramify.run.store.change_tracking import HeadState, read_head_state
-from ramify.run.store.head_replication import restore_run, start_replication
+from ramify.run.store.head_replication import LogEntry, restore_run, start_replication
 from ramify.run.store.image_store import MEDIA_DIR
 from ramify.run.store.index import DATABASE_NAME
 from ramify.run.store.ledger import Ledger
-from ramify.run.store.log_entry import LogEntry
 from ramify.run.store.run_directory import IDENTITY_KEY, compare_identities, move_aside
 from ramify.run.store.run_log import RunLog
 from ramify.run.store.run_store import acquire_lock

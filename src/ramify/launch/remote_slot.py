@@ -27,7 +27,7 @@ from ramify.core.errors import PeerLost, ProcessReplaced, RamifyError
 from ramify.launch.launcher import ProcessStart
 from ramify.launch.local_launcher import LocalSlot
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
-from ramify.processes.exit_codes import EXIT_NOT_STARTED
+from ramify.processes.exit import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from ramify.processes.wire.listener import PortReservation
 from ramify.run.fencing.lease import LeaseHolder, LeaseTerms, RoleLeases, read_lease_clock

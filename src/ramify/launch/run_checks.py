@@ -1,16 +1,24 @@
 """What is checked and noted before a run starts: models, ranks, packages, lengths and runtimes.
 
 One error lists all problems, including those in plugin tables. Notes are lines of the plan about what may surprise.
+
+A dry run checks everything that a process of the run would refuse at its start. GPUs that are not on this machine are
+assumed, and models that the run would download or export are not checked. Nor are the published weights of another run,
+which may still have to train them. So a run for another machine can be planned here. Problems that appear only when the
+model is loaded are left to the run.
 """
 
 import contextlib
+from pathlib import Path
 from typing import Any, cast
 
-from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound
+from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound, RamifyError
 from ramify.core.hub import is_hub_id
 from ramify.core.names import format_count
 from ramify.infer.config import EngineConfig
-from ramify.launch.plugin_check import raise_with_plugin_problems
+from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
+from ramify.launch.run_directory import check_environments
+from ramify.model.render import load_renderer
 from ramify.model.resolve import (
     fetch_model,
     has_weights,
@@ -21,7 +29,13 @@ from ramify.model.resolve import (
     resolve_model_path,
 )
 from ramify.orchestrate.run_config import START_REFERENCE, RunConfig, uses_model
+from ramify.processes.wire.address import check_bind_address
 from ramify.rollout.runtime.bwrap import describe_fallback
+from ramify.run.store import RunStore
+from ramify.run.store.run_directory import check_identity
+from ramify.run.store.run_store import DATABASE_NAME
+from ramify.run.supervisor_lock import lock_run
+from ramify.train.weights_directory import WEIGHTS_DIR
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
@@ -197,3 +211,44 @@ def list_runtime_notes(config: RunConfig) -> list[str]:
     tables = {f"train.{number}.runtime": source.runtime for number, source in enumerate(config.train)}
     tables |= {f"eval.{number}.runtime": source.runtime for number, source in enumerate(config.eval)}
     return [f"note: {key}: {text}" for key, table in tables.items() if (text := describe_fallback(table))]
+
+
+def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool = False) -> None:
+    """Raise what the run would raise at its start. `fresh` and `accept_changes` have the meaning that `rl` gives them.
+
+    Raises ConfigInvalid, EnvironmentChanged, EnvironmentFault or RunBusy.
+    """
+    run_problems = find_run_problems(config, dry_run=True)
+    if problems := [*run_problems, *_find_address_problems(config), *_find_model_problems(config)]:
+        raise_with_plugin_problems(config, problems, include_start_checks=True)
+    environments = check_plugin_tables(config, include_start_checks=True)
+    with lock_run(config.path):
+        if not fresh and (config.path / DATABASE_NAME).is_file():
+            with RunStore.open(config.path, write=False) as store:
+                check_identity(store, config.identity, accept_changes)
+                if not accept_changes:
+                    check_environments(store, environments)
+
+
+def _find_address_problems(config: RunConfig) -> list[ConfigProblem]:
+    try:
+        check_bind_address(config.orchestrator.address, config.secret)
+    except ConfigInvalid as error:
+        return [ConfigProblem("orchestrator.address", problem.text) for problem in error.problems]
+    return []
+
+
+def _find_model_problems(config: RunConfig) -> list[ConfigProblem]:
+    """Return problems of the models and the renderer. A missing model is one unless the run fetches it."""
+    problems = [
+        ConfigProblem(key, text)
+        for key, name, text in list_missing_models(config)
+        if not is_fetchable(name) and (key == "model.name" or Path(name).parent.name != WEIGHTS_DIR)
+    ]
+    try:
+        load_renderer(resolve_model_path(config.model.name), config.renderer)
+    except ModelNotFound:
+        pass  # it is one of the missing models
+    except RamifyError as error:
+        problems.append(ConfigProblem("renderer", error.message))
+    return problems

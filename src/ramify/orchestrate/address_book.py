@@ -15,10 +15,9 @@ from typing import Self
 
 import msgspec
 
-from ramify.core.async_calls import call_storage, cancel_all
+from ramify.core.async_calls import AsyncService, call_storage, cancel_all
 from ramify.core.errors import ConfigInvalid, StorageFailed
 from ramify.core.files import read_bytes, write_atomically
-from ramify.processes.wire.lifecycle import AsyncService
 
 ADDRESS_BOOK_FILE = "addresses.json"
 INFERENCE_KEY = "inference"

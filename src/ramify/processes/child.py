@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from ramify.core.errors import DeadlineExceeded, ProcessDied
-from ramify.processes.exit_codes import EXIT_NOT_STARTED
+from ramify.processes.exit import EXIT_NOT_STARTED
 from ramify.processes.log import FAILURE_VARIABLE
 from ramify.processes.prefork import PreforkClient
 from ramify.processes.watcher import DETACH_FLAG

@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ramify.processes.quick_exit import QUICK_EXIT
+from ramify.processes.exit import QUICK_EXIT
 from ramify.processes.watcher import DESCENDANTS_TIMEOUT, die_with_parent, fork_under_watcher
 
 PYTHON_MODULE = (sys.executable, "-m")  # only commands that start like this can be forked

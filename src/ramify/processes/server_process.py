@@ -10,7 +10,7 @@ from typing import IO, Self
 from ramify.core.config import Config, write_toml
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, RamifyError
 from ramify.processes.child import RAMIFY_COMMAND, ChildProcess
-from ramify.processes.exit_codes import describe_exit
+from ramify.processes.exit import describe_exit
 from ramify.processes.log import ProcessLog
 
 ADDRESS_PATTERN = re.compile(r"^serving .+ at (\S+)$", re.MULTILINE)

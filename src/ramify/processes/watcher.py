@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ramify.processes.exit_codes import EXIT_NOT_STARTED, SIGNAL_EXIT_OFFSET
+from ramify.processes.exit import EXIT_NOT_STARTED, SIGNAL_EXIT_OFFSET
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG = 1
@@ -173,7 +173,7 @@ def _kill_orphans() -> None:
                 pass
         except ChildProcessError:
             return
-        from ramify.processes.cleanup import kill_descendants  # most commands leave none: the watcher stays small
+        from ramify.processes.program import kill_descendants  # most commands leave none: the watcher stays small
 
         kill_descendants(spared_name=WATCHER_NAME if elapsed < CLEANUP_TIMEOUT else None)
         time.sleep(POLL_INTERVAL)

@@ -30,8 +30,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, RamifyError, RunDamaged
-from ramify.processes.wire.browser_guard import BrowserGuard
-from ramify.processes.wire.http_server import HttpServer
+from ramify.processes.wire.http_server import BrowserGuard, HttpServer
 from ramify.view.queries import RunQueries
 from ramify.view.rollout_filter import RolloutFilter
 

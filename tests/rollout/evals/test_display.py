@@ -5,8 +5,7 @@ import io
 from rich.console import Console
 
 from ramify.core.display import LogDisplay
-from ramify.rollout.evals.display import EvalContent, format_line
-from ramify.rollout.evals.progress import EvalProgress
+from ramify.rollout.evals.progress import EvalContent, EvalProgress, format_line
 from ramify.run.store import RolloutRecord
 
 

@@ -14,9 +14,8 @@ from ramify.core.errors import ProcessReplaced, StorageFailed
 from ramify.run.fencing.head_log import DirectoryStore, HeadLog
 from ramify.run.store import RunStore, head_replication
 from ramify.run.store.audit import audit, check_storage
-from ramify.run.store.head_replication import HeadReplicator, restore_run, start_replication
+from ramify.run.store.head_replication import HeadReplicator, LogEntry, restore_run, start_replication
 from ramify.run.store.ledger import Ledger
-from ramify.run.store.log_entry import LogEntry
 from tests.support.fencing_simulation import Storage
 from tests.support.ledgers import (
     commit,

@@ -5,8 +5,8 @@ import sqlite3
 import pytest
 
 from ramify.core.errors import RunDamaged
+from ramify.run.store.index import SCHEMA_VERSION, read_version
 from ramify.run.store.run_store import RunStore
-from ramify.run.store.schema_version import SCHEMA_VERSION, read_version
 
 
 def connect(path):

@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from ramify.env.judges.judge import Judge, JudgeConfig, format_task, gather_all
-from ramify.env.judges.verdict import VerdictFormat
+from ramify.env.judges.judge import Judge, JudgeConfig, VerdictFormat, format_task, gather_all
 from ramify.env.task import Task
 from ramify.trace import Trace
 

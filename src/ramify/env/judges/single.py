@@ -7,8 +7,7 @@ from pydantic import Field, field_validator
 from ramify.core.config import Config
 from ramify.core.config.schema import is_dict
 from ramify.core.names import find_duplicates
-from ramify.env.judges.judge import Judge, JudgeConfig, format_task
-from ramify.env.judges.verdict import VerdictFormat, build_object_schema, is_number
+from ramify.env.judges.judge import Judge, JudgeConfig, VerdictFormat, build_object_schema, format_task, is_number
 from ramify.env.task import Task
 from ramify.trace import Trace
 

@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ramify.core.async_calls import AsyncService
 from ramify.core.errors import PeerRefused, RamifyError
 from ramify.infer.dialects.anthropic_messages import MessagesDialect
 from ramify.infer.dialects.http_format import get_http_status
@@ -34,7 +35,6 @@ from ramify.infer.gateway.mcp_server import McpServer
 from ramify.infer.gateway.request_quota import MAX_RENDERED_CHARS, SharedCapacity
 from ramify.infer.gateway.session import RolloutSession
 from ramify.processes.wire.http_server import HttpServer
-from ramify.processes.wire.lifecycle import AsyncService
 
 NOT_FOUND = "not_found_error"
 PREFIXES = ("/v1", "/v1/v1")  # Anthropic's client appends /v1 to its base URL, OpenAI's does not

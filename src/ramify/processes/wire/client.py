@@ -10,10 +10,10 @@ from typing import Self
 
 import zmq
 
+from ramify.core.async_calls import AsyncService
 from ramify.core.errors import DeadlineExceeded, PeerLost, QueueFull, RamifyError, RequestInvalid
 from ramify.processes.wire.client_protocol import ClientProtocol
 from ramify.processes.wire.headers import MAX_BODY_FRAMES, CancelHeader, HeartbeatHeader, RequestHeader
-from ramify.processes.wire.lifecycle import AsyncService
 from ramify.processes.wire.loop_monitor import LoopMonitor
 from ramify.processes.wire.message import WireMessage, WireSettings
 from ramify.processes.wire.socket_driver import SocketDriver, open_socket

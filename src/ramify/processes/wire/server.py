@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from ramify.core.async_calls import fail_after
+from ramify.core.async_calls import AsyncService, fail_after
 from ramify.core.errors import (
     Failure,
     PeerLost,
@@ -26,7 +26,6 @@ from ramify.processes.wire.headers import (
     RequestHeader,
     truncate_failure,
 )
-from ramify.processes.wire.lifecycle import AsyncService
 from ramify.processes.wire.listener import is_reserved, open_listener, to_bind_error
 from ramify.processes.wire.loop_monitor import LoopMonitor
 from ramify.processes.wire.message import WireMessage, WireSettings

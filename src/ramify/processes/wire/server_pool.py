@@ -15,9 +15,8 @@ from collections.abc import Collection, Generator, Sequence
 from enum import Enum
 from typing import Generic, Self, TypeVar
 
-from ramify.core.async_calls import WatchTasks
+from ramify.core.async_calls import AsyncService, WatchTasks
 from ramify.core.errors import ProviderError, RamifyError
-from ramify.processes.wire.lifecycle import AsyncService
 
 JOIN_INTERVAL = 0.1  # seconds between two checks of a server that was never up
 STRAGGLER_TIMEOUT = 10.0  # seconds for further servers to come up once one is up

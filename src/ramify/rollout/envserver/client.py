@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
+from ramify.core.async_calls import AsyncService
 from ramify.core.errors import ProcessDied
 from ramify.env import Task
 from ramify.processes.server_process import ServerProcess
 from ramify.processes.wire import WireClient, WireMessage, WireSettings
-from ramify.processes.wire.lifecycle import AsyncService
 from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.rollout.envserver.messages import (
     AddressUpdate,

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import msgspec
 
+from ramify.core.async_calls import AsyncService
 from ramify.core.errors import AgentFailed, EnvironmentChanged, PeerLost, ProcessDied, RamifyError, RequestCancelled
 from ramify.processes.prefork import PreforkClient
 from ramify.processes.wire import IncomingRequest, LoopMonitor, WireMessage, WireServer
-from ramify.processes.wire.lifecycle import AsyncService
 from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.rollout.envserver.log import EnvServerLog
 from ramify.rollout.envserver.messages import (

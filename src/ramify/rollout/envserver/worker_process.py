@@ -24,7 +24,7 @@ from ramify.core.async_calls import cancel_all
 from ramify.core.errors import DeadlineExceeded, ProcessDied, RamifyError
 from ramify.infer.gateway.config import REQUEST_TASK_PREFIX
 from ramify.processes.child import ChildProcess
-from ramify.processes.exit_codes import describe_exit
+from ramify.processes.exit import describe_exit
 from ramify.processes.prefork import PreforkClient
 from ramify.processes.wire import LoopMonitor, WireClient, WireMessage, WireSettings
 from ramify.rollout.envserver.log import EnvServerLog, WorkerOutput

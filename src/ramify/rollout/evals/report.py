@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ramify.core.names import format_duration
-from ramify.rollout.evals.progress import count_errors, count_tokens, group_rewards_by_task
+from ramify.rollout.evals.progress import PHASES, count_errors, count_tokens, group_rewards_by_task, total_seconds
 from ramify.rollout.evals.stats import (
     Estimate,
     choose_ks,
@@ -18,7 +18,6 @@ from ramify.rollout.evals.stats import (
     mean_by_name,
     reward_bounds,
 )
-from ramify.rollout.evals.summary import PHASES, total_seconds
 from ramify.run.store import RolloutRecord
 from ramify.run.store.summary import REVISION_KEY, get_error_before_reply
 

@@ -26,9 +26,14 @@ from ramify.env.user import ask_user
 from ramify.infer.gateway.config import MCP_PATH
 from ramify.infer.gateway.main_calls import find_side_calls
 from ramify.model.render.prompt_images import find_image_parts
-from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
-from ramify.rollout.harness.base import Harness, build_initial_messages, get_user_prompt_texts, join_prompt_text
-from ramify.rollout.harness.config import HarnessConfig
+from ramify.processes.exit import SIGNAL_EXIT_OFFSET
+from ramify.rollout.harness.base import (
+    Harness,
+    HarnessConfig,
+    build_initial_messages,
+    get_user_prompt_texts,
+    join_prompt_text,
+)
 from ramify.rollout.harness.shell_tools import shorten_text
 from ramify.rollout.runtime.config import PreloadConfig
 

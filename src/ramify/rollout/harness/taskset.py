@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.env import Hook, RolloutContext, Runtime, TasksetHooks, ToolSet, User
-from ramify.rollout.harness.base import Harness
-from ramify.rollout.harness.config import HarnessConfig
+from ramify.rollout.harness.base import Harness, HarnessConfig
 
 if TYPE_CHECKING:
     from ramify.infer.gateway import RolloutSession

@@ -44,9 +44,8 @@ from ramify.rollout.runtime.container_engine import (
     find_unsupported_reason,
 )
 from ramify.rollout.runtime.container_socket import open_listener
-from ramify.rollout.runtime.host_proxy import HostProxy, build_proxy_variables
 from ramify.rollout.runtime.owner import get_machine_id, make_owner_name, remove_leftovers
-from ramify.rollout.runtime.port_forward import PortForward
+from ramify.rollout.runtime.port_forward import HostProxy, PortForward, build_proxy_variables
 from ramify.rollout.runtime.shell_process import KillFunction, ShellProcess
 from ramify.rollout.runtime.shell_runtime import WORKDIR_SCRIPT, ShellRuntime, replace_address
 from ramify.rollout.runtime.start_limit import wait_for_start

@@ -11,7 +11,7 @@ from functools import cache
 
 from ramify.core.errors import AgentFailed, RamifyError, SandboxError
 from ramify.env.runtime import ResourceLimits
-from ramify.processes.exit_codes import SIGNAL_EXIT_OFFSET
+from ramify.processes.exit import SIGNAL_EXIT_OFFSET
 from ramify.rollout.runtime.bwrap import build_bwrap_command, build_seccomp_filter, parse_child_pid
 from ramify.rollout.runtime.cgroup import Cgroup, find_cgroup_parents, find_leftover_groups
 from ramify.rollout.runtime.config import SandboxRuntimeConfig

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.core.errors import EnvironmentFault, SandboxError
-from ramify.processes.exit_codes import describe_exit
+from ramify.processes.exit import describe_exit
 from ramify.rollout.runtime import sandbox_init, sandbox_namespaces, sandbox_template
 from ramify.rollout.runtime.bwrap import (
     Mount,

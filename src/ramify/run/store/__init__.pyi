@@ -2,8 +2,8 @@ from .export import EXPORT_FORMATS as EXPORT_FORMATS
 from .export import export_run as export_run
 from .group_state import DropReason as DropReason
 from .group_state import GroupState as GroupState
+from .index import RolloutRecord as RolloutRecord
 from .ledger import Ledger as Ledger
-from .rollout_table import RolloutRecord as RolloutRecord
 from .run_directory import move_aside as move_aside
 from .run_directory import open_run as open_run
 from .run_log import RunLog as RunLog

@@ -15,10 +15,9 @@ import msgspec
 from ramify.core.errors import RamifyError, StorageFailed
 from ramify.run.fencing.token import FencingToken
 from ramify.run.store.group_state import TRANSITIONS, GroupState
-from ramify.run.store.index import DATABASE_NAME, find_changed_index
+from ramify.run.store.index import DATABASE_NAME, FrameLocation, RolloutRecord, find_changed_index
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.ledger_tables import CommitRecord, GroupRecord
-from ramify.run.store.rollout_table import FrameLocation, RolloutRecord
 from ramify.run.store.run_store import RunStore
 
 

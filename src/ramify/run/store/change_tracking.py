@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ramify.run.store.schema_version import read_version
+from ramify.run.store.index import read_version
 
 TRACKING_TABLES = ("head_log", "changed_rows")
 KEYS_PER_QUERY = 500

@@ -1,4 +1,7 @@
-"""Checks that the index of a run, `run.sqlite`, belongs to the files beside it.
+"""The tables that every run has in its index, `run.sqlite`, and checks that the index belongs to the files beside it.
+
+The record of a rollout holds what lists and statistics need, so that printing a mean does not decode a thousand traces.
+A rollout with the id of an earlier one replaces it; the frame of the earlier one stays in its segment, unused.
 
 When a run is opened for writing, everything that the index does not list is removed, because it is an unfinished write.
 If the index was lost or emptied, that would remove all traces and checkpoints. So a directory that holds results but
@@ -11,7 +14,12 @@ and the next writer removes it. A run whose writer was killed has none.
 import contextlib
 import hashlib
 import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
 
 from ramify.core.errors import RamifyError, RunDamaged
 from ramify.core.files import fsync_path, replace_file, write_and_fsync
@@ -25,6 +33,29 @@ RECOVERY_HINT = (
     "repeat the command with --fresh, which moves the directory aside and starts a new run"
 )
 USE_WEIGHTS_HINT = ". Weights in it can still be used as a model, with -m PATH"
+ROLLOUT_TABLES = """
+CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS segments (number INTEGER PRIMARY KEY, length INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS rollouts (
+    id TEXT PRIMARY KEY,
+    source TEXT NOT NULL,
+    task TEXT NOT NULL,
+    repetition INTEGER NOT NULL,
+    reward REAL,
+    failure TEXT,
+    summary BLOB NOT NULL,
+    segment INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    stop INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS rollouts_by_task ON rollouts (source, task, repetition);
+CREATE TABLE IF NOT EXISTS tasks (
+    source TEXT NOT NULL, number INTEGER NOT NULL, content TEXT NOT NULL, PRIMARY KEY (source, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, fields BLOB NOT NULL);
+"""
+_COLUMNS = "id, task, repetition, source, reward, failure, summary"
+SCHEMA_VERSION = 2  # version 1, which was never released, had no table of commits
 
 
 def check_index_file(path: Path) -> None:
@@ -135,3 +166,79 @@ def _raise_if_results(path: Path, problem: str) -> None:
             f"{path / DATABASE_NAME} {problem}, but the directory holds {results}; nothing was "
             f"changed. {_recovery_hint(path)}"
         )
+
+
+class FrameLocation(NamedTuple):
+    """The location of a frame: bytes [start, stop) of a segment."""
+
+    segment: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """One rollout in the index.
+
+    `task` is the identity of its task, `repetition` counts the rollouts of one task. `failure` is the name of the
+    system failure that ended it, if any: such a rollout counts as missing.
+    """
+
+    id: str
+    task: str
+    repetition: int = 0
+    source: str = ""
+    reward: float | None = None
+    failure: str | None = None
+    summary: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Counts, timing and metrics as plain data, from `ramify.run.store.summary`."""
+
+
+def insert_rollout(
+    connection: sqlite3.Connection, record: RolloutRecord, summary: bytes, location: FrameLocation
+) -> None:
+    """Insert the record, or replace the one with its id."""
+    values = (
+        record.id,
+        record.task,
+        record.repetition,
+        record.source,
+        record.reward,
+        record.failure,
+        summary,
+        *location,
+    )
+    placeholders = ", ".join("?" * len(values))
+    connection.execute(
+        f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}, segment, start, stop) VALUES ({placeholders})", values
+    )
+
+
+def select_rollouts(connection: sqlite3.Connection, condition: str, *values: str | int) -> Iterator[RolloutRecord]:
+    """Yield the records that meet an SQL condition, which may end with an order and a limit. Raises RunDamaged."""
+    for id, *columns, summary in connection.execute(f"SELECT {_COLUMNS} FROM rollouts WHERE {condition}", values):
+        try:
+            yield RolloutRecord(id, *columns, summary=msgspec.msgpack.decode(summary))
+        except msgspec.DecodeError as error:
+            raise RunDamaged(f"rollout {id}: its summary in the index cannot be decoded: {error}") from error
+
+
+def check_version(path: Path, connection: sqlite3.Connection) -> None:
+    """Raise RunDamaged if the file has tables of another version. A new file has neither tables nor version."""
+    version = read_version(connection)
+    is_new = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    if version != SCHEMA_VERSION and not is_new:
+        raise RunDamaged(
+            f"{path} has tables of version {version}; this version of ramify reads version {SCHEMA_VERSION}: "
+            "use the version of ramify that wrote the run"
+        )
+
+
+def set_version(connection: sqlite3.Connection) -> None:
+    """Store the version in a file, before its tables are created."""
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def read_version(connection: sqlite3.Connection) -> int:
+    """Return the version of the tables; 0 for a new file."""
+    return connection.execute("PRAGMA user_version").fetchone()[0]

@@ -17,7 +17,7 @@ import msgspec
 from ramify.core.errors import ConfigInvalid, OperationInvalid
 from ramify.run.fencing.token import FencingToken, check_token
 from ramify.run.store.group_state import DropReason, GroupState, check_transition
-from ramify.run.store.index import make_damage_error
+from ramify.run.store.index import RolloutRecord, make_damage_error
 from ramify.run.store.ledger_tables import (
     LEDGER_TABLES,
     AttemptRecord,
@@ -27,7 +27,6 @@ from ramify.run.store.ledger_tables import (
     LedgerProgress,
     TrainerRegistration,
 )
-from ramify.run.store.rollout_table import RolloutRecord
 from ramify.run.store.run_store import EpisodeData, RunStore, TableChange, decode_column
 from ramify.trace import Trace
 

@@ -21,25 +21,29 @@ import msgspec
 from ramify.core.errors import ConfigInvalid, DataCorrupt, RunBusy
 from ramify.core.files import fsync_path
 from ramify.core.watchdog import watch_storage
-from ramify.run.store import rollout_table
 from ramify.run.store.image_store import MEDIA_DIR, ImageStore
 from ramify.run.store.index import (
     DATABASE_NAME,
+    ROLLOUT_TABLES,
     TRACES_DIR,
+    FrameLocation,
+    RolloutRecord,
     check_index_checksum,
     check_index_contents,
     check_index_file,
     check_index_pages,
+    check_version,
+    insert_rollout,
     is_corruption_error,
     make_damage_error,
     merge_write_ahead_log,
     remove_index_checksum,
+    select_rollouts,
+    set_version,
     write_index_checksum,
 )
 from ramify.run.store.locks import describe_holders, write_holder
-from ramify.run.store.rollout_table import FrameLocation, RolloutRecord
 from ramify.run.store.run_writer import RunWriter, storage_call, wrap_storage_errors
-from ramify.run.store.schema_version import check_version, set_version
 from ramify.run.store.segment_log import SegmentLog
 from ramify.trace import Episode, Trace, decode_episode, encode_episode
 
@@ -101,7 +105,7 @@ class RunStore:
                 if write:
                     remove_index_checksum(path)
                     set_version(reader)
-                    reader.executescript(rollout_table.ROLLOUT_TABLES)
+                    reader.executescript(ROLLOUT_TABLES)
                     segments.open(dict(reader.execute("SELECT number, length FROM segments")))
                     fsync_path(path)
                 return cls(path, lock_fd, segments, reader, write)
@@ -141,7 +145,7 @@ class RunStore:
 
         def apply_all(connection: sqlite3.Connection, locations: Sequence[FrameLocation]) -> None:
             for (record, summary), location in zip(rows, locations, strict=True):
-                rollout_table.insert_rollout(connection, record, summary, location)
+                insert_rollout(connection, record, summary, location)
             apply(connection)
 
         return self._writer.submit(frames, apply_all, images)
@@ -180,13 +184,13 @@ class RunStore:
         condition = " AND ".join(f"{column} = ?" for column in filters) or "1"
         condition += " ORDER BY source, task, repetition, id"
         with wrap_storage_errors(self.path):
-            yield from rollout_table.select_rollouts(self._reader, condition, *filters.values())
+            yield from select_rollouts(self._reader, condition, *filters.values())
 
     def find_rollouts(self, prefix: str, limit: int) -> list[RolloutRecord]:
         """Return the rollout whose id is `prefix`; if there is none, the first `limit` whose ids begin with it."""
         condition, values = "id >= ? AND substr(id, 1, ?) = ? ORDER BY id LIMIT ?", (prefix, len(prefix), prefix, limit)
         with wrap_storage_errors(self.path):
-            return self.rollouts(id=prefix) or list(rollout_table.select_rollouts(self._reader, condition, *values))
+            return self.rollouts(id=prefix) or list(select_rollouts(self._reader, condition, *values))
 
     def read_traces(self, rollout_id: str) -> Sequence[Trace]:
         """Return the traces of a rollout, one per agent. Raises KeyError if the run has no such rollout."""

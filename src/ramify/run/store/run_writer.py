@@ -21,7 +21,7 @@ from pathlib import Path
 from ramify.core.errors import StorageFailed, StorageFull
 from ramify.core.watchdog import StorageCall, watch_storage
 from ramify.run.store.image_store import ImageStore
-from ramify.run.store.rollout_table import FrameLocation
+from ramify.run.store.index import FrameLocation
 from ramify.run.store.segment_log import SegmentLog
 from ramify.trace import Media
 

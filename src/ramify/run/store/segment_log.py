@@ -15,7 +15,7 @@ import zstandard
 from ramify.core.errors import DataCorrupt
 from ramify.core.files import fsync_path
 from ramify.core.watchdog import watch_storage
-from ramify.run.store.rollout_table import FrameLocation
+from ramify.run.store.index import FrameLocation
 
 FRAME_HEADER = struct.Struct("<II")
 MAX_SEGMENT_BYTES = 64 * 2**20  # small enough to copy, large enough for few files
