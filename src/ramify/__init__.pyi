@@ -22,7 +22,7 @@ from .env import stop as stop
 from .env import tool as tool
 from .env import turn_reward as turn_reward
 from .env.judges.judge import JudgeConfig as JudgeConfig
-from .env.judges.verdict import VerdictFormat as VerdictFormat
+from .env.judges.judge import VerdictFormat as VerdictFormat
 from .env.user import ModelUser as ModelUser
 from .infer import LLM as LLM
 from .infer import Sample as Sample

@@ -14,7 +14,7 @@ import yaml
 from ramify.cli import main
 from ramify.core.config import parse
 from ramify.core.errors import ConfigInvalid
-from ramify.launch.kubernetes import build_manifests, build_resource_name, format_yaml
+from ramify.launch.cluster_jobs import build_manifests, build_resource_name, format_yaml
 from ramify.orchestrate.run_config import RunConfig
 
 SCHEMA = json.loads((Path(__file__).parent / "rayjob_schema.json").read_text())

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 import ramify as rf
+from ramify.cli.show import render_trace_tree
 from ramify.core.errors import ConfigInvalid
 from ramify.infer.gateway import Gateway
 from ramify.orchestrate.algorithms import get_trainable_nodes
-from ramify.rollout.evals.trace_view import render_trace_tree
 from ramify.rollout.harness import Harness
 from ramify.trace import Trace, decode_trace, encode_trace
 from tests.support.attempts import TASK, OneTask, load_env, run_one, tool_call

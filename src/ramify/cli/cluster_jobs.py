@@ -8,8 +8,7 @@ from ramify.cli.arguments import ConfigCall
 from ramify.core.errors import ConfigInvalid, ProcessDied
 from ramify.core.files import write_atomically
 from ramify.launch.capacity import build_allocation_warning, check_allocation
-from ramify.launch.kubernetes import build_manifests, format_yaml
-from ramify.launch.slurm import build_batch_script
+from ramify.launch.cluster_jobs import build_batch_script, build_manifests, format_yaml
 from ramify.orchestrate.run_config import RunConfig
 from ramify.processes.program import run_program
 from ramify.run.store import wrap_storage_errors

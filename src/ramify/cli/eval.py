@@ -7,6 +7,7 @@ import sys
 
 from ramify.cli.arguments import ConfigCall
 from ramify.cli.run_lookup import describe_resume
+from ramify.cli.show import render_trace_tree
 from ramify.core.config import dry_run
 from ramify.core.console import make_console
 from ramify.core.display import choose_display
@@ -28,7 +29,6 @@ from ramify.rollout.evals.run import (
     pin_eval_dataset,
     with_eval_split,
 )
-from ramify.rollout.evals.trace_view import render_trace_tree
 from ramify.rollout.runtime.bwrap import describe_fallback
 from ramify.run.store import RunStore
 

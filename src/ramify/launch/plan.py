@@ -52,7 +52,7 @@ from ramify.processes.training_lock import RESERVED_MEMORY_VARIABLE, TRAINING_LO
 from ramify.processes.wire.address import is_local
 from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE, PortReservation
 from ramify.rollout.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
-from ramify.run.fencing.lease import LeaseTerms
+from ramify.run.fencing.token import LeaseTerms
 from ramify.train.config import TrainerProcessConfig
 from ramify.train.memory import ModelSize
 

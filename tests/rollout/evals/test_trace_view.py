@@ -2,9 +2,9 @@
 
 from rich.console import Console
 
+from ramify.cli.show import render_trace_tree
 from ramify.core.console import make_console
 from ramify.core.errors import EnvironmentFault, Failure
-from ramify.rollout.evals.trace_view import render_trace_tree
 from ramify.run.store.image_store import ImageStore
 from ramify.trace import MediaPart, Message, ModelCall, TextPart, ToolCall, Trace, Usage
 from tests.support.images import make_media

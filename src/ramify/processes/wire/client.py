@@ -13,9 +13,15 @@ import zmq
 from ramify.core.async_calls import AsyncService
 from ramify.core.errors import DeadlineExceeded, PeerLost, QueueFull, RamifyError, RequestInvalid
 from ramify.processes.wire.client_protocol import ClientProtocol
-from ramify.processes.wire.headers import MAX_BODY_FRAMES, CancelHeader, HeartbeatHeader, RequestHeader
+from ramify.processes.wire.headers import (
+    MAX_BODY_FRAMES,
+    CancelHeader,
+    HeartbeatHeader,
+    RequestHeader,
+    WireMessage,
+    WireSettings,
+)
 from ramify.processes.wire.loop_monitor import LoopMonitor
-from ramify.processes.wire.message import WireMessage, WireSettings
 from ramify.processes.wire.socket_driver import SocketDriver, open_socket
 from ramify.processes.wire.socket_protocol import ProtocolEvent
 

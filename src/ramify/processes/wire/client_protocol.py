@@ -29,11 +29,12 @@ from ramify.processes.wire.headers import (
     UnknownClientHeader,
     WelcomeHeader,
     WireHeader,
+    WireMessage,
+    WireSettings,
     decode_header,
     encode_header,
 )
 from ramify.processes.wire.loop_monitor import LoopMonitor
-from ramify.processes.wire.message import WireMessage, WireSettings
 from ramify.processes.wire.socket_protocol import ProtocolEvent, SequencedStream, SocketProtocol, make_heartbeat
 
 HELLO_INTERVAL = 0.05  # seconds between the first two hellos; doubles up to the heartbeat interval

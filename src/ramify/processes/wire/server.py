@@ -24,11 +24,12 @@ from ramify.processes.wire.headers import (
     PartHeader,
     ReplyHeader,
     RequestHeader,
+    WireMessage,
+    WireSettings,
     truncate_failure,
 )
 from ramify.processes.wire.listener import is_reserved, open_listener, to_bind_error
 from ramify.processes.wire.loop_monitor import LoopMonitor
-from ramify.processes.wire.message import WireMessage, WireSettings
 from ramify.processes.wire.server_protocol import ServerProtocol, WireSession
 from ramify.processes.wire.socket_driver import SocketDriver, open_socket
 from ramify.processes.wire.socket_protocol import ProtocolEvent

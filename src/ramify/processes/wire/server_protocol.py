@@ -27,11 +27,12 @@ from ramify.processes.wire.headers import (
     UnknownClientHeader,
     WelcomeHeader,
     WireHeader,
+    WireMessage,
+    WireSettings,
     decode_header,
     encode_header,
 )
 from ramify.processes.wire.loop_monitor import LoopMonitor
-from ramify.processes.wire.message import WireMessage, WireSettings
 from ramify.processes.wire.socket_protocol import ProtocolEvent, SequencedStream, SocketProtocol, make_heartbeat
 
 MAX_BANNED = 4096  # rejected connections whose messages are ignored; the oldest are forgotten first

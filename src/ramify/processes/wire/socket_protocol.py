@@ -12,15 +12,16 @@ from typing import Any
 import zmq
 
 from ramify.processes.wire.headers import (
+    Frame,
     HeartbeatHeader,
     MalformedMessage,
     ResendHeader,
     SequencedHeader,
     WireHeader,
+    WireSettings,
     encode_header,
 )
 from ramify.processes.wire.loop_monitor import LAG_REPORT_THRESHOLD, LoopMonitor
-from ramify.processes.wire.message import Frame, WireSettings
 
 ACK_EVERY = 16  # messages received after which an acknowledgement is sent without waiting for the next heartbeat
 

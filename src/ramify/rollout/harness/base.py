@@ -1,4 +1,4 @@
-"""The interface of harnesses, and their configurations.
+"""The interface of harnesses, their configurations, and the harness `taskset`.
 
 A harness runs the agent on one task against a session and returns the stop reason.
 """
@@ -19,14 +19,18 @@ from ramify.trace import Media, Message
 if TYPE_CHECKING:
     from ramify.infer.gateway import RolloutSession
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from ramify.core.config import Config
+from ramify.core.errors import ConfigInvalid
 from ramify.env.chat_client import ExternalModelConfig
 from ramify.env.mcp import McpServerConfig
 from ramify.infer.gateway.config import AGENT_TIMEOUT
+
+if TYPE_CHECKING:
+    from ramify.infer.gateway import RolloutSession
 
 BASH_SYSTEM_PROMPT = """\
 You work on a task in a Linux environment, with tools. Look before you act, and check the result of what you did. \
@@ -212,3 +216,43 @@ class Harness(ABC):
 
         A mistake of the agent is raised as an error whose `blame` is "policy". The caller enforces the time limit.
         """
+
+
+class TasksetHarness(Harness):
+    """Calls the hook `run_agent` of the taskset.
+
+    It is the harness of tasksets that bring an agent loop of their own, such as environments of other projects. Their
+    model calls go to the rollout's endpoint.
+    """
+
+    requires_endpoint = True
+
+    def __init__(self, config: HarnessConfig | None = None) -> None:
+        super().__init__(config or HarnessConfig(id="taskset"))
+        self._run_agent: Hook | None = None
+
+    def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
+        """Raise ConfigInvalid if the taskset has no hook `run_agent`, or hooks that the agent cannot use."""
+        if hooks.run_agent is None:
+            raise ConfigInvalid("the harness 'taskset' needs a taskset with a hook `run_agent`: use the harness chat")
+        unused = [name for name, hook in (("tools", hooks.tools), ("user", hooks.user)) if hook is not None]
+        unused += [tool.name for tool in hooks.static_tools.tools] + [hook.name for hook in hooks.stops]
+        unused += ["harness.mcp"] if self.config.mcp else []
+        if unused:
+            raise ConfigInvalid(f"a taskset with `run_agent` runs its agent alone; remove {', '.join(unused)}")
+        self._run_agent = hooks.run_agent
+
+    async def run(
+        self,
+        context: RolloutContext,
+        session: "RolloutSession",
+        tools: ToolSet,
+        user: User | None,
+        stop_hooks: Sequence[Hook],
+    ) -> str:
+        """Call the hook and return its stop reason."""
+        assert self._run_agent is not None
+        stop = await self._run_agent(context)
+        if not isinstance(stop, str):
+            raise EnvironmentFault(f"run_agent: expected the stop reason, found a {type(stop).__qualname__}")
+        return session.exhausted_limit or stop
