@@ -10,7 +10,7 @@ from ramify.core.display import LogDisplay
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count
 from ramify.infer.config import ExternalServersConfig
-from ramify.launch.metric_sinks import check_sinks_installed
+from ramify.launch.sink_threads import check_sinks_installed
 from ramify.orchestrate.run_config import RunConfig
 from ramify.trace import Trace
 
@@ -63,8 +63,9 @@ def _run_with_env_servers(config: RunConfig, *, dry: bool, accept: bool) -> int:
 
 def _run_in_process(config: RunConfig, *, accept: bool) -> int:
     from ramify.launch.head import prepare_head, read_local_state
-    from ramify.launch.metric_sinks import build_samples, open_monitor_sinks
+    from ramify.launch.metric_sinks import build_samples
     from ramify.launch.run_directory import format_finished, mark_finished, prepare_run_directory
+    from ramify.launch.sink_threads import open_monitor_sinks
     from ramify.orchestrate.orchestrator import Orchestrator
     from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE
     from ramify.run.state import SupervisorState

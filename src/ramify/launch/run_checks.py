@@ -118,9 +118,7 @@ def _find_rank_problems(config: RunConfig) -> list[ConfigProblem]:
 def _find_sink_problems(config: RunConfig) -> list[ConfigProblem]:
     if not config.monitor.sinks:
         return []
-    from ramify.launch.metric_sinks import (
-        check_sinks_installed,  # imports numpy, which a run without sinks does not need
-    )
+    from ramify.launch.sink_threads import check_sinks_installed  # imports numpy, which other runs do not need
 
     try:
         check_sinks_installed(config)

@@ -7,18 +7,25 @@ runtime and reports the failure.
 """
 
 import asyncio
+import functools
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from ramify.core.async_calls import retry
 from ramify.core.errors import AgentFailed, EnvironmentFault
 from ramify.core.terminal import format_event
-from ramify.env import Runtime, RuntimeProcess, Task
-from ramify.env.runtime import Capabilities, CommandLine
+from ramify.env import Runtime, Task
+from ramify.env.runtime import Capabilities
+
+MAX_COMMAND_OUTPUT_CHARS = 1000  # of a setup or pre-run command, in the log and in an error; the end of the output
+MAX_RETRIES = 3
+INITIAL_BACKOFF = 0.1  # seconds before the first retry, doubled for each further one
+M = TypeVar("M", bound=Callable[..., Coroutine[Any, Any, Any]])
+_logger = logging.getLogger("ramify.runtimes")
 
 
 async def collect_outputs(runtime: Runtime, outputs: Sequence[str], target: Path) -> dict[str, str]:
@@ -44,10 +51,6 @@ def _remove_incomplete_copy(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-MAX_COMMAND_OUTPUT_CHARS = 1000  # of a setup or pre-run command, in the log and in an error; the end of the output
-_logger = logging.getLogger("ramify.runtimes")
-
-
 async def run_commands(runtime: Runtime, key: str, commands: Sequence[str], *, timeout: float, rollout_id: str) -> None:
     """Run command lines one after the other, and log the output of each.
 
@@ -68,9 +71,15 @@ async def run_commands(runtime: Runtime, key: str, commands: Sequence[str], *, t
             raise EnvironmentFault(f"{key}[{index}] exited with {result.returncode}: {command}; {advice}\n{output}")
 
 
-T = TypeVar("T")
-MAX_RETRIES = 3
-INITIAL_BACKOFF = 0.1  # seconds before the first retry, doubled for each further one
+def _with_retries(method: M) -> M:
+    """Return a method that calls the method of the inner runtime, with retries."""
+
+    @functools.wraps(method, updated=())  # so that it is not abstract
+    async def call(self: "RetryingRuntime", *args: Any, **kwargs: Any) -> Any:
+        inner_method = getattr(self.inner, method.__name__)
+        return await retry(lambda: inner_method(*args, **kwargs), max_retries=MAX_RETRIES, backoff=INITIAL_BACKOFF)
+
+    return cast(M, call)
 
 
 class RetryingRuntime(Runtime):
@@ -78,86 +87,42 @@ class RetryingRuntime(Runtime):
 
     def __init__(self, inner: Runtime) -> None:
         super().__init__(inner.config)
-        self._inner = inner
+        self.inner = inner
 
     @property
     def workdir(self) -> Path:
         """The work directory of the inner runtime."""
-        return self._inner.workdir
+        return self.inner.workdir
 
     @property
     def trace_metadata(self) -> dict[str, Any]:
         """The description of the inner runtime."""
-        return self._inner.trace_metadata
+        return self.inner.trace_metadata
 
     @property
     def kept_workdir(self) -> Path | None:
         """Where the inner runtime kept its files."""
-        return self._inner.kept_workdir
+        return self.inner.kept_workdir
 
     @property
     def capabilities(self) -> Capabilities:
         """What the inner runtime enforces."""
-        return self._inner.capabilities
+        return self.inner.capabilities
 
     def check_task(self, task: Task) -> None:
         """Check the task with the inner runtime."""
-        self._inner.check_task(task)
+        self.inner.check_task(task)
 
-    async def prepare(self) -> None:
-        """Prepare the inner runtime, with retries."""
-        await self._with_retries(self._inner.prepare)
-
-    async def start(self, task: Task) -> None:
-        """Start the inner runtime, with retries."""
-        await self._with_retries(lambda: self._inner.start(task))
-
-    async def stop(self) -> None:
-        """Stop the inner runtime, with retries."""
-        await self._with_retries(self._inner.stop)
-
-    async def spawn(
-        self,
-        command: CommandLine,
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | PurePath | None = None,
-        stdin: bytes | None = None,
-        interactive: bool = False,
-    ) -> RuntimeProcess:
-        """Start a program in the inner runtime, with retries."""
-        return await self._with_retries(
-            lambda: self._inner.spawn(command, env=env, cwd=cwd, stdin=stdin, interactive=interactive)
-        )
-
-    async def spawn_agent(
-        self, command: CommandLine, *, env: Mapping[str, str] | None = None, stdin: bytes | None = None
-    ) -> RuntimeProcess:
-        """Start the agent's program in the inner runtime, with retries."""
-        return await self._with_retries(lambda: self._inner.spawn_agent(command, env=env, stdin=stdin))
-
-    async def read(self, path: str | PurePath) -> bytes:
-        """Read a file in the inner runtime, with retries."""
-        return await self._with_retries(lambda: self._inner.read(path))
-
-    async def write(self, path: str | PurePath, data: bytes | str) -> None:
-        """Write a file in the inner runtime, with retries."""
-        await self._with_retries(lambda: self._inner.write(path, data))
-
-    async def upload(self, source: Path, target: str | PurePath) -> None:
-        """Copy a directory into the inner runtime, with retries."""
-        await self._with_retries(lambda: self._inner.upload(source, target))
-
-    async def download(self, source: str | PurePath, target: Path) -> None:
-        """Copy a file or a directory out of the inner runtime, with retries."""
-        await self._with_retries(lambda: self._inner.download(source, target))
-
-    async def expose(self, base_url: str) -> str:
-        """Make a URL reachable in the inner runtime, with retries."""
-        return await self._with_retries(lambda: self._inner.expose(base_url))
-
-    async def _with_retries(self, call: Callable[[], Awaitable[T]]) -> T:
-        return await retry(call, max_retries=MAX_RETRIES, backoff=INITIAL_BACKOFF)
+    prepare = _with_retries(Runtime.prepare)
+    start = _with_retries(Runtime.start)
+    stop = _with_retries(Runtime.stop)
+    spawn = _with_retries(Runtime.spawn)
+    spawn_agent = _with_retries(Runtime.spawn_agent)
+    read = _with_retries(Runtime.read)
+    write = _with_retries(Runtime.write)
+    upload = _with_retries(Runtime.upload)
+    download = _with_retries(Runtime.download)
+    expose = _with_retries(Runtime.expose)
 
 
 class PreparedRuntimes:

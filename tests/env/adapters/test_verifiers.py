@@ -10,7 +10,7 @@ import pytest
 import ramify as rf
 from ramify.core.errors import ConfigInvalid, ProviderError
 from ramify.env import collect_hooks
-from ramify.env.adapters.refusals import find_policy_refusal
+from ramify.env.adapters.conversation import find_policy_refusal
 from ramify.env.adapters.verifiers import NOT_TRAINABLE, Verifiers, VerifiersConfig
 from ramify.env.adapters.verifiers.environment import (
     FinishedRollout,

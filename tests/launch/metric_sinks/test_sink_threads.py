@@ -2,7 +2,7 @@
 
 import threading
 
-from ramify.launch.metric_sinks import MonitorSinks
+from ramify.launch.sink_threads import MonitorSinks
 
 LONG = 30.0  # seconds; no test should wait this long
 

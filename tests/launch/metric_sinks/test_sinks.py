@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ramify.core.errors import ConfigInvalid
-from ramify.launch.metric_sinks import build_samples, check_sinks_installed, open_monitor_sinks
+from ramify.launch.metric_sinks import build_samples
+from ramify.launch.sink_threads import check_sinks_installed, open_monitor_sinks
 from ramify.orchestrate.run_config import RunConfig
 from ramify.run.store.image_store import ImageStore
 from ramify.trace import MediaPart, Message, TextPart, ToolCall, Trace

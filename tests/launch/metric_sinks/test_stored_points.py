@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ramify.launch.metric_sinks import build_samples, open_monitor_sinks
-from ramify.launch.metric_sinks.sinks import TensorBoardSink
+from ramify.launch.metric_sinks import TensorBoardSink, build_samples
+from ramify.launch.sink_threads import open_monitor_sinks
 from ramify.orchestrate.run_config import RunConfig
 from tests.launch.metric_sinks.test_sinks import BASE64, LABEL, build_rollout
 from tests.support.processes import wait_until

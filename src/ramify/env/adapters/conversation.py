@@ -5,10 +5,10 @@ from typing import Any
 
 import ramify as rf
 from ramify.core.errors import ProviderError
-from ramify.env.adapters.refusals import find_policy_refusal
 from ramify.infer.dialects.chat_format import format_message
 
 CALL_TIMEOUT = 86400.0  # seconds; the timeout of the harness ends a rollout, and the gateway a call
+POLICY_REFUSALS = ("BudgetExceeded", "ContextOverflow")  # the policy's failures: the rollout counts
 
 
 class PolicyConversation:
@@ -44,3 +44,14 @@ class PolicyConversation:
             return None
         self._messages.append(format_message(completion.message, with_reasoning=False))
         return completion.message
+
+
+def find_policy_refusal(trace: rf.Trace) -> str | None:
+    """Return the limit that ended the rollout; None if no call was refused. Raises ProviderError for other refusals."""
+    refusals = trace.info.get("refusals", [])
+    if not refusals:
+        return None
+    last = refusals[-1]
+    if last["name"] in POLICY_REFUSALS:
+        return last["name"]
+    raise ProviderError(f"a model call failed: {last['name']}: {last['message']}")

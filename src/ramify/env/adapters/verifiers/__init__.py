@@ -13,7 +13,7 @@ from typing import Any
 
 import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
-from ramify.env.adapters.refusals import import_package
+from ramify.env.adapters import import_package
 from ramify.env.adapters.verifiers.environment import FinishedRollout, VerifiersEnvironment, add_reward_hooks
 
 MAX_CACHED_GROUPS = 256  # whose scores are kept until all hooks have read them

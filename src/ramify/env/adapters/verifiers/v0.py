@@ -16,7 +16,8 @@ from typing import Any, cast
 import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault, RamifyError
 from ramify.core.errors.origin import describe_exception
-from ramify.env.adapters.refusals import find_policy_refusal, import_package
+from ramify.env.adapters import import_package
+from ramify.env.adapters.conversation import find_policy_refusal
 from ramify.env.adapters.verifiers.environment import (
     TOTAL,
     FinishedRollout,

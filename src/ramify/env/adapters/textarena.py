@@ -13,8 +13,8 @@ from pydantic import Field
 import ramify as rf
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import suggest
+from ramify.env.adapters import import_package
 from ramify.env.adapters.conversation import PolicyConversation
-from ramify.env.adapters.refusals import import_package
 
 EVAL_SEED_OFFSET = 1_000_000  # the seeds of the split `eval` begin here
 RAW_SUFFIX = "-raw"  # of the id of a game without wrappers: its observations are new messages only

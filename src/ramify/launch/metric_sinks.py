@@ -1,4 +1,7 @@
-"""The sinks that come with Ramify, and the samples they show. The library of a sink is imported when it is opened."""
+"""Sinks for the metrics of a run, besides the run's own tables, and the samples they show.
+
+The library of a sink is imported when it is opened.
+"""
 
 import json
 import time
@@ -14,6 +17,8 @@ from ramify.run.store.image_store import ImageStore, elide_data_urls, format_con
 from ramify.trace import Message, Trace
 
 COLUMNS = ("source", "task", "task_data", "rollout", "branch", "reward", "advantage", "messages")
+CONSOLE_METRICS = ("reward/all/mean", "train/loss", "train/grad_norm", "entropy", "mismatch_kl", "staleness/mean")
+MAX_SAMPLE_CHARS = 2000  # of a sample on the console
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +73,6 @@ def _format_message(message: Message, image_labels: Mapping[str, str]) -> str:
     parts.append(format_content(message, image_labels))
     parts += [f"[tool call] {call.name}({call.arguments})" for call in message.tool_calls]
     return " ".join(part for part in parts if part)
-
-
-CONSOLE_METRICS = ("reward/all/mean", "train/loss", "train/grad_norm", "entropy", "mismatch_kl", "staleness/mean")
-MAX_SAMPLE_CHARS = 2000  # of a sample on the console
 
 
 class Sink(Protocol):

@@ -2,8 +2,9 @@
 
     log_metrics, log_samples ==> queue ==> thread ==> sink        one queue and one thread for each sink
 
-The first failure of each kind is reported, and a sink is disabled after a few failures in a row. If a sink hangs or its
-queue is full, calls are dropped; when the run ends, it waits for the sinks only until a deadline.
+A sink must never stop the run. The first failure of each kind is reported, and a sink is disabled after a few failures
+in a row. If a sink hangs or its queue is full, calls are dropped; when the run ends, it waits for the sinks only until
+a deadline.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from ramify.core.errors import ConfigInvalid
-from ramify.launch.metric_sinks.sinks import ConsoleSink, RolloutSample, Sink, TensorBoardSink, TrackioSink, WandbSink
+from ramify.launch.metric_sinks import ConsoleSink, RolloutSample, Sink, TensorBoardSink, TrackioSink, WandbSink
 from ramify.orchestrate.run_config import RunConfig, TensorboardConfig, TrackioConfig, WandbConfig
 
 MAX_QUEUED_CALLS = 10_000  # enough for the minutes that opening a sink may take

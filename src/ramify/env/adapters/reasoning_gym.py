@@ -14,7 +14,7 @@ from pydantic import Field
 import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.core.names import suggest
-from ramify.env.adapters.refusals import import_package
+from ramify.env.adapters import import_package
 from ramify.env.tasksets.splits import EVAL_SHARE, assign_split
 
 # The datasets of reasoning-gym 0.1.25 that cannot be trained on, with the reason.
