@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from ramify.cli import main
+from ramify.cli.cluster_jobs import build_manifests, build_resource_name, format_yaml
 from ramify.core.config import parse
 from ramify.core.errors import ConfigInvalid
-from ramify.launch.cluster_jobs import build_manifests, build_resource_name, format_yaml
 from ramify.orchestrate.run_config import RunConfig
 
 SCHEMA = json.loads((Path(__file__).parent / "rayjob_schema.json").read_text())

@@ -13,9 +13,9 @@ import pytest
 
 from ramify.cli import main
 from ramify.cli.arguments import expand_arguments
+from ramify.cli.cluster_jobs import build_batch_script
 from ramify.core.config import parse
 from ramify.core.errors import ConfigInvalid
-from ramify.launch.cluster_jobs import build_batch_script
 from ramify.orchestrate.run_config import RunConfig
 
 pytestmark = pytest.mark.process

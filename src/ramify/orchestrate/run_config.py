@@ -30,7 +30,7 @@ from ramify.orchestrate.curriculum import DifficultyConfig, ShuffleConfig
 from ramify.rollout.config import SharedSourceSettings, check_source_names
 from ramify.rollout.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.rollout.evals.config import EndpointConfig, EvalSourceConfig
-from ramify.run.store.run_name import default_run_name
+from ramify.run.lookup import default_run_name
 from ramify.train.config import (
     CheckpointConfig,
     TrainedModelConfig,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ramify.core.errors import ConfigInvalid, JudgeError
 from ramify.env import Judge, Task
-from ramify.env.judges.comparison import choose_pairs, compute_win_rates
+from ramify.env.judges.builtin import choose_pairs, compute_win_rates
 from tests.support.engine import ScriptedEngine, run_engine
 from tests.support.rollout_context import make_context
 

@@ -11,7 +11,8 @@ import threading
 import pytest
 
 from ramify.core.errors import ConfigInvalid, DataCorrupt, OperationInvalid, RunBusy, StorageFailed, StorageFull
-from ramify.run.store import RolloutRecord, RunStore, default_run_name, locks, open_run, run_store, segment_log
+from ramify.run.lookup import default_run_name
+from ramify.run.store import RolloutRecord, RunStore, locks, open_run, run_store, segment_log
 from ramify.run.store.locks import find_writer, write_holder
 from ramify.run.store.run_store import LOCK_NAME
 from tests.support.traces import make_rollout, read_replies

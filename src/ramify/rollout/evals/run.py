@@ -55,7 +55,8 @@ from ramify.rollout.evals.progress import (
     group_rewards_by_task,
 )
 from ramify.rollout.evals.stats import Estimate, clustered_mean, reward_bounds
-from ramify.run.store import RolloutRecord, RunStore, default_run_name, open_run, storage_call
+from ramify.run.lookup import default_run_name
+from ramify.run.store import RolloutRecord, RunStore, open_run, storage_call
 from ramify.run.store.environments import (
     ObservedEnvironment,
     check_no_changes,

@@ -7,7 +7,6 @@ from .ledger import Ledger as Ledger
 from .run_directory import move_aside as move_aside
 from .run_directory import open_run as open_run
 from .run_log import RunLog as RunLog
-from .run_name import default_run_name as default_run_name
 from .run_store import RunStore as RunStore
 from .run_writer import storage_call as storage_call
 from .run_writer import wrap_storage_errors as wrap_storage_errors

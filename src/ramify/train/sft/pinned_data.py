@@ -11,7 +11,7 @@ from ramify.core.hub import Log
 from ramify.env.data_config import DataFilesConfig
 from ramify.env.data_selection import pin_dataset, pin_taskset
 from ramify.rollout.evals.config import EvalSourceConfig
-from ramify.run.store import default_run_name
+from ramify.run.lookup import default_run_name
 from ramify.train.sft.config import SftConfig
 
 D = TypeVar("D", bound=DataFilesConfig)
