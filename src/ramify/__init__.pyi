@@ -27,8 +27,8 @@ from .env.user import ModelUser as ModelUser
 from .infer import LLM as LLM
 from .infer import Sample as Sample
 from .infer.gateway.config import Endpoint as Endpoint
-from .launch import rl as rl
-from .launch import sft as sft
+from .launch.python_api import rl as rl
+from .launch.python_api import sft as sft
 from .orchestrate.algorithms import Algorithm as Algorithm
 from .orchestrate.algorithms import AlgorithmConfig as AlgorithmConfig
 from .orchestrate.filters import Filter as Filter

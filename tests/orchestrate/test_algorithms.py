@@ -104,7 +104,7 @@ def test_unknown_option_is_refused_with_a_suggestion():
 def test_custom_algorithm_is_loaded_like_any_plugin(tmp_path):
     file = tmp_path / "best.py"
     file.write_text(
-        "from ramify.orchestrate import Algorithm\n"
+        "from ramify import Algorithm\n"
         "class Best(Algorithm):\n"
         "    def advantages(self, rewards, traces):\n"
         "        return (rewards == rewards.max()).astype(float)\n"

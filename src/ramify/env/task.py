@@ -20,8 +20,6 @@ from ramify.infer.dialects.media import MEDIA_ADVICE, media_to_url
 from ramify.trace import Media
 from ramify.trace.plain_data import to_plain
 
-# The parts of a task's prompt as plain data: images become data URLs, and other objects are refused by name.
-
 
 def to_plain_prompt(prompt: Any) -> Any:
     """Return a prompt whose messages have parts of plain data. Raises OperationInvalid, which names the part."""

@@ -4,7 +4,3 @@ A run has several processes that may die independently. The launch plan lists th
 and can be printed before anything starts (`--dry-run`). The supervisor starts the processes of the plan, restarts them
 when they crash, and leaves none behind.
 """
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

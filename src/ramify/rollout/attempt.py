@@ -51,8 +51,10 @@ from ramify.trace import Episode, Trace
 
 if TYPE_CHECKING:
     from ramify.infer.gateway import Gateway
-
-# The trace of a further agent of a rollout.
+ProgressCallback = Callable[[str, Trace], None]
+"""Called with the phase that an attempt enters ("boot", "setup", "harness", "finalize", "scoring", "done"), and with
+"turn" whenever a model call was recorded."""
+CLOSE_TIMEOUT = 30.0  # seconds for the runtime to stop
 
 
 def make_agent_trace(first: Trace, agent: str, rewards: dict[str, Any]) -> Trace:
@@ -70,13 +72,6 @@ def make_agent_trace(first: Trace, agent: str, rewards: dict[str, Any]) -> Trace
         runtime=first.runtime,
         sampler=first.sampler,
     )
-
-
-ProgressCallback = Callable[[str, Trace], None]
-"""Called with the phase that an attempt enters ("boot", "setup", "harness", "finalize", "scoring", "done"), and with
-"turn" whenever a model call was recorded."""
-
-CLOSE_TIMEOUT = 30.0  # seconds for the runtime to stop
 
 
 async def run_attempt(

@@ -31,8 +31,6 @@ from ramify.rollout.runtime.config import SandboxRuntimeConfig
 from ramify.rollout.runtime.sandbox import SandboxRuntime
 from ramify.rollout.runtime.template import SandboxTemplate
 
-# Check the images in the prompt of a task as a rollout would, without a model.
-
 
 def check_prompt_images(task: Task) -> bool:
     """Return whether the prompt of a task has images. Raises EnvironmentFault if one of them cannot be used."""

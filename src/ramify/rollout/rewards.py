@@ -29,6 +29,9 @@ from ramify.trace.header import TURN_REWARDS_KEY
 from ramify.trace.plain_data import MAX_DEPTH, to_plain
 
 REWARD_MISSING = Failure("EnvironmentFault", "a reward did not run", "system", True)
+SCORING_STATE_KEY = "scoring_state"  # the key in the `info` of a trace: {"saved": text} or {"refused": reason}
+MAX_STATE_SIZE = 1_000_000  # characters and values of a saved state
+_SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 async def repeat_attempt(run: Callable[[], Awaitable[Sequence[Trace]]], env: Environment) -> Sequence[Trace]:
@@ -58,12 +61,6 @@ def find_system_failure(env: Environment, trace: Trace) -> Failure | None:
     if failure is None and any(trace.rewards.get(hook.name) is None for hook in env.hooks.rewards):
         return REWARD_MISSING
     return failure
-
-
-SCORING_STATE_KEY = "scoring_state"  # the key in the `info` of a trace: {"saved": text} or {"refused": reason}
-MAX_STATE_SIZE = 1_000_000  # characters and values of a saved state
-
-_SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def save_state(state: SimpleNamespace) -> str:
@@ -120,9 +117,6 @@ def _untag(value: Any) -> Any:
     if kind == "dict":
         return {_untag(key): _untag(item) for key, item in content}
     return _SEQUENCE_TYPES[kind](map(_untag, content))
-
-
-# Errors of an environment's code become failures with a name.
 
 
 class raise_environment_faults:  # noqa: N801 - used like a function; a class is faster than a generator

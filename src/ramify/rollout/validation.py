@@ -23,8 +23,7 @@ from ramify.trace import Media, Message, ToolCall, Trace, Usage
 
 if TYPE_CHECKING:
     from ramify.infer.gateway import Gateway
-
-# A policy that replays a fixed list of replies, without a model.
+REPLY_KEYS = ("role", "content", "reasoning_content", "tool_calls")
 
 
 class ScriptedPolicy(MessagePolicy):
@@ -53,9 +52,6 @@ class ScriptedPolicy(MessagePolicy):
         self.num_played += 1
         message = Message("assistant", reply) if isinstance(reply, str) else reply
         return self._build_reply(request.prompt, message, "stop", Usage())
-
-
-REPLY_KEYS = ("role", "content", "reasoning_content", "tool_calls")
 
 
 def parse_gold_replies(gold: Any) -> list[str | Message]:

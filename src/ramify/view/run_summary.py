@@ -19,8 +19,6 @@ from ramify.run.store.locks import find_writer
 from ramify.run.store.run_log import RunEvent, RunLog
 from ramify.run.store.run_store import LOCK_NAME
 
-# The runs in a folder of outputs, by name.
-
 RUN_CONTENTS = (DATABASE_NAME, CONFIG_FILE, TRACES_DIR)  # a directory with one of these is a run, perhaps a damaged one
 
 

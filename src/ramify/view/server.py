@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, RamifyError, RunDamaged
 from ramify.processes.wire.http_server import BrowserGuard, HttpServer
 from ramify.view.queries import RunQueries
-from ramify.view.rollout_filter import RolloutFilter
+from ramify.view.rollout_index import RolloutFilter
 
 # Who may read the page: it shows what models wrote and how a run is configured.
 #

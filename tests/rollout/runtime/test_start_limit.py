@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from ramify.core.errors import SandboxError
-from ramify.rollout.runtime.start_limit import claim_start, wait_for_start
+from ramify.rollout.runtime.container_engine import claim_start, wait_for_start
 
 
 def test_starts_are_an_interval_apart(tmp_path):

@@ -192,9 +192,6 @@ def decode_header(header: bytes | memoryview, num_frames: int) -> AnyHeader:
     return decoded
 
 
-# Timeouts and limits of a connection.
-
-
 @dataclass(frozen=True, slots=True)
 class WireSettings:
     """Timeouts and limits of a connection. Each side uses its own; they are not negotiated."""

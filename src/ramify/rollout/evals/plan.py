@@ -34,7 +34,6 @@ from ramify.rollout.rewards import build_unscored_rewards
 from ramify.run.store import RolloutRecord
 from ramify.trace import Media, Trace
 
-# The digest by which an eval notices that a task has changed since its rollouts were sampled.
 WORKER_WAIT_TIMEOUT = 600.0  # seconds a rollout may wait for a worker
 
 

@@ -69,6 +69,11 @@ from ramify.run.store.run_directory import check_identity
 from ramify.run.store.summary import REVISION_KEY
 from ramify.trace import Trace
 
+EvalInput = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
+IMPORT_TIMEOUT = 120.0  # seconds to import the environment's code; the boot timeout of a worker is the same
+SOURCE_NAME = ""  # source of all rows of an eval
+WORK_DIR = "work"  # directory of kept work directories, below the run directory
+
 
 async def score_pending_groups(
     environment: Environment,
@@ -116,11 +121,6 @@ async def _score_with_retries(environment: Environment, task: Task, traces: Sequ
             del trace.errors[count:]
 
 
-# The arguments of `rf.evaluate`.
-
-EvalInput = EvalConfig | Mapping[str, Any] | Taskset | type[Taskset] | str
-
-
 def read_config(config_input: EvalInput, settings: Mapping[str, Any]) -> EvalConfig:
     """Return the configuration given by `config_input`, with the keys of `settings` set in it."""
     if isinstance(config_input, EvalConfig):
@@ -133,11 +133,6 @@ def read_config(config_input: EvalInput, settings: Mapping[str, Any]) -> EvalCon
     if "taskset" in table:
         table["taskset"] = build_taskset_table(table["taskset"], Path(table.get("output", "outputs")))
     return parse_section(EvalConfig, table, key="eval")
-
-
-IMPORT_TIMEOUT = 120.0  # seconds to import the environment's code; the boot timeout of a worker is the same
-SOURCE_NAME = ""  # source of all rows of an eval
-WORK_DIR = "work"  # directory of kept work directories, below the run directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,6 @@ from ramify.rollout.runtime.config import PreloadConfig
 if TYPE_CHECKING:
     from ramify.infer.gateway import RolloutSession
 
-# Configuration of the harness `program`, and the placeholders of its texts.
-
 PLACEHOLDERS = (
     "prompt",
     "prompt_file",
@@ -58,6 +56,15 @@ PLACEHOLDERS = (
 )
 TURN_PLACEHOLDERS = {"prompt", "turn"}  # whose values differ between the turns of a conversation
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
+PROMPT_FILE = "~/prompt.md"
+MCP_CONFIG_FILE = "~/mcp.json"
+MCP_CONFIG = """\
+{"mcpServers": {"taskset": {"type": "http", "url": "{mcp_url}", "headers": {"Authorization": "Bearer {api_key}"}}}}
+"""
+DEFAULT_CONTEXT_LENGTH = 131072  # told to programs that need a number, if the policy does not state its own
+HOME_TIMEOUT = 30.0  # seconds for a shell in the runtime to print $HOME
+SANDBOX_DIRECTORIES = {"sandbox": "/sandbox/", "local": None}  # runtimes that write only beneath it; None: it varies
+EXCERPT_CHARS = 2000  # of the program's output, in an error message
 
 
 class ProgramHarnessConfig(HarnessConfig):
@@ -135,17 +142,6 @@ def find_placeholders(texts: Iterable[str]) -> set[str]:
 def fill_placeholders(text: str, values: Mapping[str, str]) -> str:
     """Return the text with the values of its placeholders."""
     return _PLACEHOLDER.sub(lambda match: values[match[1]], text)
-
-
-PROMPT_FILE = "~/prompt.md"
-MCP_CONFIG_FILE = "~/mcp.json"
-MCP_CONFIG = """\
-{"mcpServers": {"taskset": {"type": "http", "url": "{mcp_url}", "headers": {"Authorization": "Bearer {api_key}"}}}}
-"""
-DEFAULT_CONTEXT_LENGTH = 131072  # told to programs that need a number, if the policy does not state its own
-HOME_TIMEOUT = 30.0  # seconds for a shell in the runtime to print $HOME
-SANDBOX_DIRECTORIES = {"sandbox": "/sandbox/", "local": None}  # runtimes that write only beneath it; None: it varies
-EXCERPT_CHARS = 2000  # of the program's output, in an error message
 
 
 class ProgramHarness(Harness):

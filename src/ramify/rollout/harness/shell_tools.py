@@ -116,9 +116,6 @@ def _join_lines(text: str, note: str) -> str:
     return f"{text}\n{note}" if text and not text.endswith("\n") else f"{text}{note}"
 
 
-# The bash harness: the chat loop with a shell and file tools that run in the rollout's runtime.
-
-
 class BashHarness(ChatHarness):
     """Runs a conversation with a shell and file tools beside the tools of the taskset."""
 

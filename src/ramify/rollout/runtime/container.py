@@ -42,13 +42,13 @@ from ramify.rollout.runtime.container_engine import (
     find_engine,
     find_leftover_containers,
     find_unsupported_reason,
+    wait_for_start,
 )
 from ramify.rollout.runtime.container_socket import open_listener
 from ramify.rollout.runtime.owner import get_machine_id, make_owner_name, remove_leftovers
 from ramify.rollout.runtime.port_forward import HostProxy, PortForward, build_proxy_variables
 from ramify.rollout.runtime.shell_process import KillFunction, ShellProcess
 from ramify.rollout.runtime.shell_runtime import WORKDIR_SCRIPT, ShellRuntime, replace_address
-from ramify.rollout.runtime.start_limit import wait_for_start
 
 START_TIMEOUT = 120.0  # seconds for a container to start
 IDLE_SCRIPT = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"

@@ -1,13 +1,21 @@
-"""The Docker or podman command line: what it can do here, the containers that it keeps, and programs in them."""
+"""The Docker or podman command line: what it can do here, the containers that it keeps, and programs in them.
+
+The processes of a user on this machine start only so many containers per second. A file holds the time of the last
+start. A process that wants to start a container writes its own time there if the last start is long enough ago, and
+otherwise waits and tries again. Nothing is reserved, so a start that is cancelled while it waits does not delay others.
+"""
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
+import time
 from asyncio.subprocess import Process, SubprocessStreamProtocol
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +32,19 @@ from ramify.rollout.runtime.shell_process import ShellProcess
 
 CLOSE_TIMEOUT = 10.0  # seconds for a killed `exec` command to end
 VARIABLE_PREFIX = "RAMIFY_VAR_"
+NAME_PREFIX = "ramify-"
+MACHINE_LABEL = "ramify.machine"
+INFO_TIMEOUT = 60.0  # seconds for the engine to describe itself
+PULL_TIMEOUT = 600.0  # seconds to fetch an image
+COMMAND_TIMEOUT = 60.0  # seconds for a command that neither starts a container nor fetches an image
+# When memory runs out, podman's monitor writes a file `oom` where its container was started; here it cannot.
+ENGINE_CWD = "/proc" if Path("/proc").is_dir() else "/"
+STREAM_BUFFER_BYTES = 1 << 16  # of the output of a command
+KILL_TIMEOUT = 5.0  # seconds for a killed command to be gone
+PULL_OPTIONS = ("--platform", "--arch", "--authfile", "--tls-verify")  # of `run`, which `pull` has too
+HOST_VARIABLES = {"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}
+LOCKED_DELAY = 0.01  # seconds until the next try if another process has the file
+START_FILE = Path(tempfile.gettempdir()) / f"ramify-container-starts-{os.getuid()}"
 
 
 class ContainerProcess(ShellProcess):
@@ -141,19 +162,6 @@ class _ExecStreams(asyncio.SubprocessProtocol):
         self._process.is_closed = True
         self.writable.set()
         self.ended.set()
-
-
-NAME_PREFIX = "ramify-"
-MACHINE_LABEL = "ramify.machine"
-INFO_TIMEOUT = 60.0  # seconds for the engine to describe itself
-PULL_TIMEOUT = 600.0  # seconds to fetch an image
-COMMAND_TIMEOUT = 60.0  # seconds for a command that neither starts a container nor fetches an image
-# When memory runs out, podman's monitor writes a file `oom` where its container was started; here it cannot.
-ENGINE_CWD = "/proc" if Path("/proc").is_dir() else "/"
-STREAM_BUFFER_BYTES = 1 << 16  # of the output of a command
-KILL_TIMEOUT = 5.0  # seconds for a killed command to be gone
-PULL_OPTIONS = ("--platform", "--arch", "--authfile", "--tls-verify")  # of `run`, which `pull` has too
-HOST_VARIABLES = {"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,3 +316,38 @@ def find_leftover_containers(engine: ContainerEngine) -> list[Leftover]:
 
 def _remove_container(engine: ContainerEngine, name: str) -> None:
     engine.run_blocking("rm", "--force", "--volumes", name)
+
+
+async def wait_for_start(max_starts_per_second: float, path: Path = START_FILE) -> None:
+    """Wait until another container may be started. The caller limits the time, as `timeouts.boot` does."""
+    while (delay := claim_start(path, 1 / max_starts_per_second, time.monotonic())) > 0:
+        await asyncio.sleep(delay)
+
+
+def claim_start(path: Path, interval: float, now: float) -> float:
+    """Record a start and return 0, or return the seconds after which one may be possible.
+
+    `now` is on the monotonic clock, which all processes of the machine share. It begins again with every boot, so a
+    later time in the file is ignored. Raises SandboxError if the file cannot be used.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise SandboxError(f"the file of container starts cannot be opened: {error}; remove it") from error
+    with os.fdopen(fd, "r+") as file:
+        if os.fstat(fd).st_uid != os.getuid():
+            raise SandboxError(f"the file of container starts {path} belongs to another user; remove it")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return LOCKED_DELAY
+        try:
+            last_start = float(file.read() or "-inf")
+        except ValueError:  # somebody has written to it
+            last_start = float("-inf")
+        if last_start <= now < last_start + interval:
+            return last_start + interval - now
+        file.seek(0)
+        file.truncate()
+        file.write(repr(now))
+        return 0.0

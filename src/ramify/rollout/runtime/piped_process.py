@@ -11,7 +11,7 @@ from abc import abstractmethod
 from ramify.core.errors import RamifyError
 from ramify.env.runtime import TIMEOUT_EXIT_CODE, ExecResult, RuntimeProcess
 
-# Program output of bounded size: the beginning and the end are kept.
+OUTPUT_DRAIN_TIMEOUT = 0.2  # seconds to read output after an exit: a background child may keep the pipes open
 
 
 class BoundedOutput:
@@ -38,9 +38,6 @@ class BoundedOutput:
         if not self._num_dropped:
             return bytes(self._head + self._tail)
         return bytes(self._head) + f"\n[{self._num_dropped} bytes left out]\n".encode() + bytes(self._tail)
-
-
-OUTPUT_DRAIN_TIMEOUT = 0.2  # seconds to read output after an exit: a background child may keep the pipes open
 
 
 class PipedProcess(RuntimeProcess):

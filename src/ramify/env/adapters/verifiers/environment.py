@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
 
-# Rows of datasets and states of rollouts as plain data.
+SCORES_KEY = "scores"  # the attribute of `state` with the scores by the agent's name, then by name
+TOTAL = "reward"  # the one reward of an environment whose rewards have no names that are known before a rollout
 
 
 def to_plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,12 +44,6 @@ def _dump_model(value: Any) -> Any:
     if not hasattr(value, "model_dump"):
         raise TypeError(f"{type(value).__name__} cannot be written as JSON")
     return value.model_dump(mode="json", exclude_none=True)
-
-
-# Rewards and metrics whose names are known only when an environment is loaded, as hooks of a taskset.
-
-SCORES_KEY = "scores"  # the attribute of `state` with the scores by the agent's name, then by name
-TOTAL = "reward"  # the one reward of an environment whose rewards have no names that are known before a rollout
 
 
 def add_reward_hooks(taskset: rf.Taskset, weights: Mapping[str, float], *, from_group: bool) -> None:
