@@ -5,29 +5,27 @@ argv --pop the command's flags--> --expand shorthands--> `@ file.toml --key valu
 `--help taskset` lists the plugins of a kind, `--help taskset.ID` the options of one.
 """
 
+import inspect
 import itertools
 import json
 import shlex
 import textwrap
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ramify.cli.commands import COMMANDS, RUN_CONFIG, ConfigCommand, load
 from ramify.core.config import Config, add_origins, find_file_hint, parse, parse_component, read_top_level_keys
+from ramify.core.config.help import HelpKey, format_section
 from ramify.core.errors import ConfigInvalid
+from ramify.env.plugin import PLUGIN_KINDS, find_plugin_class, get_config_class
 
 if TYPE_CHECKING:
     from ramify.orchestrate.run_config import RunConfig
     from ramify.rollout.evals.blocked_loop import CrashReporter
 
-import inspect
-from collections.abc import Iterator
-from itertools import pairwise
-
-from ramify.core.config.help import HelpKey, format_section
-from ramify.env.plugin import PLUGIN_KINDS, find_plugin_class, get_config_class
 
 C = TypeVar("C", bound=Config)
 

@@ -29,6 +29,7 @@ from ramify.trace import Trace
 
 if TYPE_CHECKING:
     from ramify.env.runtime import Runtime
+
 CHECK_INTERVAL = 0.005  # seconds between two checks whether jobs wait for a busy thread
 IDLE_TIMEOUT = 5.0  # seconds that the last thread waits for a job before it exits
 MAX_THREADS = 64  # threads that run jobs

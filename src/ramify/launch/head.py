@@ -18,14 +18,14 @@ import hashlib
 import os
 import shutil
 import sqlite3
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ramify.core.errors import ConfigInvalid, ProcessReplaced, RunBusy
+from ramify.core.errors import ConfigInvalid, ProcessReplaced
 from ramify.core.files import fsync_path
 from ramify.core.watchdog import watch_storage
 from ramify.orchestrate.run_config import RunConfig
@@ -38,7 +38,7 @@ from ramify.run.store.head_replication import LogEntry, restore_run, start_repli
 from ramify.run.store.image_store import MEDIA_DIR
 from ramify.run.store.index import DATABASE_NAME
 from ramify.run.store.ledger import Ledger
-from ramify.run.store.run_directory import IDENTITY_KEY, compare_identities, move_aside
+from ramify.run.store.run_directory import IDENTITY_KEY, compare_identities, move_aside, retry_while_busy
 from ramify.run.store.run_log import RunLog
 from ramify.run.store.run_store import acquire_lock
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR
@@ -105,9 +105,6 @@ def move_shared_aside(run: Path, shared: Path) -> Path | None:
     return old_run
 
 
-POLL_INTERVAL = 0.1  # seconds between two attempts to lock a run directory
-
-
 def prepare_head(
     config: RunConfig,
     *,
@@ -126,7 +123,8 @@ def prepare_head(
     with wrap_storage_errors(shared):
         check_shared_parent(shared.parent)
         if run.exists():
-            _wait_until_unused(run)  # a process that is still ending might create one more entry
+            # a process of a killed supervisor that is still ending might create one more entry
+            os.close(retry_while_busy(partial(acquire_lock, run), STOP_TIMEOUT + KILL_TIMEOUT))
         log, state = HeadLog(DirectoryStore(shared)), read_local_state(run)
         if fresh:
             token, _ = log.claim_term(keep_history=False)
@@ -220,18 +218,6 @@ def _restore_run(run: Path, shared: Path, term: int) -> int:
     partial_path.rename(run)
     fsync_path(run.parent)
     return step
-
-
-def _wait_until_unused(run: Path) -> None:
-    """Wait for the processes of a killed supervisor to end. Raises RunBusy if they do not."""
-    deadline = time.monotonic() + STOP_TIMEOUT + KILL_TIMEOUT
-    while True:
-        try:
-            return os.close(acquire_lock(run))
-        except RunBusy:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(POLL_INTERVAL)
 
 
 def _move_older_head(run: Path) -> Path:

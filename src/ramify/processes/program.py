@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import psutil
@@ -118,7 +118,7 @@ class ProgramResult(NamedTuple):
     text: str
 
 
-def run_program(command: Sequence[str], *, timeout: float) -> ProgramResult:
+def run_program(command: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None) -> ProgramResult:
     """Run `command` for at most `timeout` seconds. Never raises: a failure is a result, too."""
     try:
         process = subprocess.Popen(
@@ -129,6 +129,7 @@ def run_program(command: Sequence[str], *, timeout: float) -> ProgramResult:
             encoding="utf-8",
             errors="replace",
             start_new_session=True,
+            env=env,
         )
     except OSError as error:
         return ProgramResult(False, f"{command[0]} cannot be started: {error.strerror}")

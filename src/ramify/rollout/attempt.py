@@ -51,6 +51,7 @@ from ramify.trace import Episode, Trace
 
 if TYPE_CHECKING:
     from ramify.infer.gateway import Gateway
+
 ProgressCallback = Callable[[str, Trace], None]
 """Called with the phase that an attempt enters ("boot", "setup", "harness", "finalize", "scoring", "done"), and with
 "turn" whenever a model call was recorded."""

@@ -23,6 +23,7 @@ from ramify.trace import Media, Message, ToolCall, Trace, Usage
 
 if TYPE_CHECKING:
     from ramify.infer.gateway import Gateway
+
 REPLY_KEYS = ("role", "content", "reasoning_content", "tool_calls")
 
 

@@ -1,7 +1,7 @@
 """The interface that harnesses of users implement."""
 
 import ramify as rf
-from ramify.rollout.harness.base import HarnessConfig
+from ramify.rollout.harness.config import HarnessConfig
 from tests.support.images import data_url, make_media
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import ramify as rf
 from ramify.core.errors import ConfigInvalid
-from ramify.rollout.harness.base import BASH_SYSTEM_PROMPT
+from ramify.rollout.harness.config import BASH_SYSTEM_PROMPT
 from tests.rollout.runtime.conftest import RUNTIMES, skip_unless_available
 from tests.support.attempts import TASK, OneTask, error_names, list_messages, load_env, run_one, tool_call
 

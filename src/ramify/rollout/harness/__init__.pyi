@@ -1,10 +1,10 @@
-from .base import BashHarnessConfig as BashHarnessConfig
-from .base import ChatHarnessConfig as ChatHarnessConfig
-from .base import ExternalModelConfig as ExternalModelConfig
 from .base import Harness as Harness
-from .base import HarnessConfig as HarnessConfig
-from .base import RlmHarnessConfig as RlmHarnessConfig
 from .chat import ChatHarness as ChatHarness
+from .config import BashHarnessConfig as BashHarnessConfig
+from .config import ChatHarnessConfig as ChatHarnessConfig
+from .config import ExternalModelConfig as ExternalModelConfig
+from .config import HarnessConfig as HarnessConfig
+from .config import RlmHarnessConfig as RlmHarnessConfig
 from .program import ProgramHarness as ProgramHarness
 from .program import ProgramHarnessConfig as ProgramHarnessConfig
 from .rlm import RlmHarness as RlmHarness

@@ -19,7 +19,8 @@ from ramify.env.user import ask_user
 from ramify.infer.dialects.model_call import SUMMARY_REQUEST, ModelReply, ModelRequest
 from ramify.infer.gateway.config import RolloutLimits
 from ramify.model.render import ParseProblemKind
-from ramify.rollout.harness.base import ChatHarnessConfig, Harness, build_initial_messages
+from ramify.rollout.harness.base import Harness, build_initial_messages
+from ramify.rollout.harness.config import ChatHarnessConfig
 from ramify.trace import Media, MediaPart, Message
 
 if TYPE_CHECKING:

@@ -27,13 +27,8 @@ from ramify.infer.gateway.config import MCP_PATH
 from ramify.infer.gateway.main_calls import find_side_calls
 from ramify.model.render.prompt_images import find_image_parts
 from ramify.processes.exit import SIGNAL_EXIT_OFFSET
-from ramify.rollout.harness.base import (
-    Harness,
-    HarnessConfig,
-    build_initial_messages,
-    get_user_prompt_texts,
-    join_prompt_text,
-)
+from ramify.rollout.harness.base import Harness, build_initial_messages, get_user_prompt_texts, join_prompt_text
+from ramify.rollout.harness.config import HarnessConfig
 from ramify.rollout.harness.shell_tools import shorten_text
 from ramify.rollout.runtime.config import PreloadConfig
 
@@ -41,18 +36,8 @@ if TYPE_CHECKING:
     from ramify.infer.gateway import RolloutSession
 
 PLACEHOLDERS = (
-    "prompt",
-    "prompt_file",
-    "openai_base_url",
-    "anthropic_base_url",
-    "mcp_url",
-    "mcp_config",
-    "api_key",
-    "model",
-    "context_length",
-    "workdir",
-    "home",
-    "turn",
+    *("prompt", "prompt_file", "openai_base_url", "anthropic_base_url", "mcp_url", "mcp_config", "api_key", "model"),
+    *("context_length", "workdir", "home", "turn"),
 )
 TURN_PLACEHOLDERS = {"prompt", "turn"}  # whose values differ between the turns of a conversation
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")

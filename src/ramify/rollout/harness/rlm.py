@@ -26,8 +26,9 @@ from ramify.core.async_calls import cancel_all
 from ramify.core.errors import BudgetExceeded, ConfigInvalid, MalformedCall, RamifyError
 from ramify.env import Hook, RolloutContext, Runtime, Task, TasksetHooks, Tool, ToolSet, User
 from ramify.env.tools import ErrorText, ToolContent
-from ramify.rollout.harness.base import RlmHarnessConfig, build_initial_messages
+from ramify.rollout.harness.base import build_initial_messages
 from ramify.rollout.harness.chat import ChatHarness, ChatLoop
+from ramify.rollout.harness.config import RlmHarnessConfig
 from ramify.rollout.harness.repl import Repl, ReplFunction, ReplSettings, check_line_limit, cut_text
 from ramify.trace import Media, Message, TextPart, ToolCall
 

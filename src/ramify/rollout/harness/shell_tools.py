@@ -10,8 +10,8 @@ from pydantic import Field
 
 from ramify.core.errors import ConfigInvalid
 from ramify.env import Hook, RolloutContext, Runtime, Task, TasksetHooks, ToolSet, User
-from ramify.rollout.harness.base import BashHarnessConfig
 from ramify.rollout.harness.chat import ChatHarness
+from ramify.rollout.harness.config import BashHarnessConfig
 from ramify.trace import Media, Message
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import platform
 import shutil
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.env.runtime import Capabilities, Capability
+from ramify.processes.program import run_program
 from ramify.rollout.runtime import sandbox_init
 from ramify.rollout.runtime.cgroup import Cgroup, find_limit_capabilities
 from ramify.rollout.runtime.config import SandboxRuntimeConfig, find_package_paths
@@ -161,15 +161,10 @@ def find_unsupported_reason() -> str | None:
     if executable is None:
         return "the program bwrap is missing; install the package bubblewrap, version 0.8 or newer"
     options = [*_iter_options(SandboxRuntimeConfig(), 1), "--", "/bin/sh", "-c", "exit 0"]
-    try:
-        probe = subprocess.run(
-            [executable, *options], capture_output=True, env={}, timeout=PROBE_TIMEOUT, check=False, text=True
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"bwrap cannot be run: {error}"
-    if probe.returncode == 0:
+    probe = run_program([executable, *options], timeout=PROBE_TIMEOUT, env={})
+    if probe.ok:
         return None
-    message = probe.stderr.strip()
+    message = probe.text
     if "nknown option" in message:
         return f"bubblewrap is too old, version 0.8 or newer is needed: {message}"
     if "amespace" in message or "ermission denied" in message or "not permitted" in message:

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from ramify.core.errors import SandboxError
 from ramify.env.runtime import Capability, ResourceLimits
+from ramify.processes.program import run_program
 from ramify.rollout.runtime.owner import Leftover, is_owner_alive, make_owner_name
 
 MOUNTS_FILE = Path("/proc/self/mountinfo")
@@ -296,17 +296,9 @@ def _find_group_problem(place: Path, controller: str) -> str | None:
         names = LIMIT_FILES[controller]
         if not any((directory / name).exists() for name in names):
             return f"control groups in {place} have no file {' or '.join(names)}"
-        probe = subprocess.run(
-            build_join_command([directory], ["true"]),
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT,
-            check=False,
-        )
-        if probe.returncode:
-            return f"no process can join a control group in {place}: {probe.stderr.strip()}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"no process can join a control group in {place}: {error}"
+        probe = run_program(build_join_command([directory], ["true"]), timeout=PROBE_TIMEOUT)
+        if not probe.ok:
+            return f"no process can join a control group in {place}: {probe.text}"
     finally:
         with contextlib.suppress(SandboxError):
             remove_group(directory)

@@ -9,9 +9,10 @@ accept differences, except another model or other adapters, for which no checkpo
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ramify.core.errors import ConfigInvalid, RunBusy
 from ramify.core.watchdog import watch_storage
@@ -22,6 +23,7 @@ from ramify.run.store.run_store import RunStore, acquire_lock
 IDENTITY_KEY = "identity"
 FIXED_KEYS = ("model", "lora", "model.quantize")  # keys of an identity whose change cannot be accepted
 NEW_RUN_HINT = "use another --name, or --fresh to move the old run aside and start a new one"
+T = TypeVar("T")
 POLL_INTERVAL = 0.1  # seconds between two attempts to lock a run
 
 
@@ -39,10 +41,15 @@ def open_run(
     and the change is recorded; None means that the command has no such option, so the message does not mention it. If
     another process holds the run's lock, wait up to `lock_timeout` seconds for it, then raise RunBusy.
     """
-    deadline = time.monotonic() + lock_timeout
+    return retry_while_busy(partial(_open_once, path, identity, fresh, accept_changes), lock_timeout)
+
+
+def retry_while_busy(function: Callable[[], T], timeout: float) -> T:
+    """Call a function that locks a run. While another process holds the lock, try again for `timeout` seconds."""
+    deadline = time.monotonic() + timeout
     while True:
         try:
-            return _open_once(path, identity, fresh, accept_changes)
+            return function()
         except RunBusy:
             if time.monotonic() >= deadline:
                 raise
