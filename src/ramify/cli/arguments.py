@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ramify.orchestrate.run_config import RunConfig
     from ramify.rollout.evals.blocked_loop import CrashReporter
 
-
 C = TypeVar("C", bound=Config)
 
 SERVER_FLAG, DATA_FLAG = "-b", "-d"
