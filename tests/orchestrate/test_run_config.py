@@ -9,8 +9,9 @@ import pytest
 
 from ramify.core.config import dump_toml, parse
 from ramify.core.errors import ConfigInvalid
-from ramify.orchestrate import AdmissionLimits, RunConfig
+from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.components import load_plugins
+from ramify.orchestrate.run_config import RunConfig
 from ramify.rollout import SourceConfig
 from ramify.run.store.run_directory import compare_identities
 

@@ -16,7 +16,7 @@ from ramify.core.errors import (
     RequestInvalid,
 )
 from ramify.processes.wire import IncomingRequest, WireClient, WireMessage, WireServer, WireSettings
-from ramify.processes.wire.headers import MAX_BODY_FRAMES
+from ramify.processes.wire.message import MAX_BODY_FRAMES
 
 FAST = WireSettings(heartbeat_interval=0.1, server_timeout=5.0, session_timeout=5.0)
 

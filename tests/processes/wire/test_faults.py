@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ramify.core.errors import PeerLost
 from ramify.processes.wire import IncomingRequest, WireClient, WireMessage, WireServer, WireSettings
-from ramify.processes.wire.headers import CancelHeader, decode_header
+from ramify.processes.wire.message import CancelHeader, decode_header
 from ramify.processes.wire.socket_protocol import SequencedStream
 from tests.support.proxy import Proxy
 

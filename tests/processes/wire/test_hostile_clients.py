@@ -16,7 +16,7 @@ from ramify.processes.wire import (
     WireMessage,
     WireServer,
     WireSettings,
-    headers,
+    message,
 )
 from ramify.processes.wire.address import make_proof
 
@@ -33,17 +33,17 @@ def random_client_message(rng: random.Random) -> list[bytes]:
     any_failure = Failure("X", "y", "system", False)
     number, request_id = rng.randrange(1, 5), rng.randrange(5)
     candidates = [
-        headers.HelloHeader(PROTOCOL_VERSION, f"c{request_id}", make_proof(None, f"c{request_id}"), rng.randrange(3)),
-        headers.RequestHeader(number, rng.randrange(4), request_id, rng.choice(["echo", "x"]), 1.0),
-        headers.CancelHeader(number, 0, request_id),
-        headers.HeartbeatHeader(rng.randrange(9), rng.randrange(9)),
-        headers.ResendHeader(rng.randrange(9)),
-        headers.ReplyHeader(number, 0, request_id),
-        headers.RejectedHeader(any_failure),
-        headers.GoodbyeHeader(),
+        message.HelloHeader(PROTOCOL_VERSION, f"c{request_id}", make_proof(None, f"c{request_id}"), rng.randrange(3)),
+        message.RequestHeader(number, rng.randrange(4), request_id, rng.choice(["echo", "x"]), 1.0),
+        message.CancelHeader(number, 0, request_id),
+        message.HeartbeatHeader(rng.randrange(9), rng.randrange(9)),
+        message.ResendHeader(rng.randrange(9)),
+        message.ReplyHeader(number, 0, request_id),
+        message.RejectedHeader(any_failure),
+        message.GoodbyeHeader(),
     ]
     return [
-        headers.encode_header(rng.choice(candidates)),
+        message.encode_header(rng.choice(candidates)),
         *(rng.randbytes(rng.randrange(40)) for _ in range(rng.randrange(3))),
     ]
 
@@ -57,7 +57,7 @@ def hostile_message(kind: str, rng: random.Random) -> list[bytes]:
         frames = random_client_message(rng)
         return [part[: rng.randrange(len(part) + 1)] for part in frames[: rng.randrange(1, len(frames) + 1)]]
     version = rng.choice([0, -1, PROTOCOL_VERSION + 1, 2**31, 2**62])
-    return [headers.encode_header(headers.HelloHeader(version, rng.randbytes(4).hex(), b"", 0))]
+    return [message.encode_header(message.HelloHeader(version, rng.randbytes(4).hex(), b"", 0))]
 
 
 async def test_hostile_clients_are_rejected_and_memory_stays_flat():
@@ -75,7 +75,7 @@ async def test_hostile_clients_are_rejected_and_memory_stays_flat():
                 if rng.random() < 0.5:  # a valid hello first
                     name = rng.randbytes(4).hex()
                     bad.send(
-                        headers.encode_header(headers.HelloHeader(PROTOCOL_VERSION, name, make_proof(None, name), 0))
+                        message.encode_header(message.HelloHeader(PROTOCOL_VERSION, name, make_proof(None, name), 0))
                     )
                 bad.send_multipart(hostile_message(kind, rng))
                 await asyncio.to_thread(bad.poll, 1000)  # wait for the answer

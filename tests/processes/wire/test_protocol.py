@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.processes.wire.client_protocol import ClientProtocol, ConnectionState
-from ramify.processes.wire.headers import ReplyHeader, RequestHeader, WireSettings
 from ramify.processes.wire.loop_monitor import LoopMonitor
+from ramify.processes.wire.message import ReplyHeader, RequestHeader, WireSettings
 from ramify.processes.wire.server_protocol import ServerProtocol
 
 SETTINGS = WireSettings(heartbeat_interval=1.0, server_timeout=10.0, session_timeout=30.0)

@@ -19,7 +19,6 @@ from ramify.env.task import Task
 from ramify.trace import Trace
 
 T = TypeVar("T")
-T = TypeVar("T")
 TOKENS_PER_PRICE = 1e6  # prices are per million tokens
 REPAIR_PROMPT = "This verdict cannot be read: {problem}. Reply again, with nothing but the JSON object."
 

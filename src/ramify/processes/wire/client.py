@@ -13,7 +13,8 @@ import zmq
 from ramify.core.async_calls import AsyncService
 from ramify.core.errors import DeadlineExceeded, PeerLost, QueueFull, RamifyError, RequestInvalid
 from ramify.processes.wire.client_protocol import ClientProtocol
-from ramify.processes.wire.headers import (
+from ramify.processes.wire.loop_monitor import LoopMonitor
+from ramify.processes.wire.message import (
     MAX_BODY_FRAMES,
     CancelHeader,
     HeartbeatHeader,
@@ -21,7 +22,6 @@ from ramify.processes.wire.headers import (
     WireMessage,
     WireSettings,
 )
-from ramify.processes.wire.loop_monitor import LoopMonitor
 from ramify.processes.wire.socket_driver import SocketDriver, open_socket
 from ramify.processes.wire.socket_protocol import ProtocolEvent
 

@@ -14,7 +14,8 @@ from enum import Enum
 import zmq
 
 from ramify.processes.wire.address import make_proof
-from ramify.processes.wire.headers import (
+from ramify.processes.wire.loop_monitor import LoopMonitor
+from ramify.processes.wire.message import (
     PROTOCOL_VERSION,
     AnyHeader,
     FailureHeader,
@@ -34,7 +35,6 @@ from ramify.processes.wire.headers import (
     decode_header,
     encode_header,
 )
-from ramify.processes.wire.loop_monitor import LoopMonitor
 from ramify.processes.wire.socket_protocol import ProtocolEvent, SequencedStream, SocketProtocol, make_heartbeat
 
 HELLO_INTERVAL = 0.05  # seconds between the first two hellos; doubles up to the heartbeat interval

@@ -18,7 +18,9 @@ from ramify.core.errors import (
     RequestInvalid,
 )
 from ramify.processes.wire.address import check_bind_address
-from ramify.processes.wire.headers import (
+from ramify.processes.wire.listener import is_reserved, open_listener, to_bind_error
+from ramify.processes.wire.loop_monitor import LoopMonitor
+from ramify.processes.wire.message import (
     MAX_BODY_FRAMES,
     FailureHeader,
     PartHeader,
@@ -28,8 +30,6 @@ from ramify.processes.wire.headers import (
     WireSettings,
     truncate_failure,
 )
-from ramify.processes.wire.listener import is_reserved, open_listener, to_bind_error
-from ramify.processes.wire.loop_monitor import LoopMonitor
 from ramify.processes.wire.server_protocol import ServerProtocol, WireSession
 from ramify.processes.wire.socket_driver import SocketDriver, open_socket
 from ramify.processes.wire.socket_protocol import ProtocolEvent

@@ -13,7 +13,8 @@ import zmq
 
 from ramify.core.errors import Failure, PeerRefused, QueueFull, RamifyError
 from ramify.processes.wire.address import make_proof
-from ramify.processes.wire.headers import (
+from ramify.processes.wire.loop_monitor import LoopMonitor
+from ramify.processes.wire.message import (
     PROTOCOL_VERSION,
     AnyHeader,
     CancelHeader,
@@ -32,7 +33,6 @@ from ramify.processes.wire.headers import (
     decode_header,
     encode_header,
 )
-from ramify.processes.wire.loop_monitor import LoopMonitor
 from ramify.processes.wire.socket_protocol import ProtocolEvent, SequencedStream, SocketProtocol, make_heartbeat
 
 MAX_BANNED = 4096  # rejected connections whose messages are ignored; the oldest are forgotten first

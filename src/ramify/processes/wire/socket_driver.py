@@ -16,7 +16,7 @@ from typing import Any, cast
 import zmq
 
 from ramify.processes.wire.address import enable_curve
-from ramify.processes.wire.headers import WireSettings
+from ramify.processes.wire.message import WireSettings
 from ramify.processes.wire.socket_protocol import ProtocolEvent, SocketProtocol
 
 GOODBYE_TIMEOUT = 0.5  # seconds for the peer to answer a goodbye

@@ -11,7 +11,8 @@ from typing import Any
 
 import zmq
 
-from ramify.processes.wire.headers import (
+from ramify.processes.wire.loop_monitor import LAG_REPORT_THRESHOLD, LoopMonitor
+from ramify.processes.wire.message import (
     Frame,
     HeartbeatHeader,
     MalformedMessage,
@@ -21,7 +22,6 @@ from ramify.processes.wire.headers import (
     WireSettings,
     encode_header,
 )
-from ramify.processes.wire.loop_monitor import LAG_REPORT_THRESHOLD, LoopMonitor
 
 ACK_EVERY = 16  # messages received after which an acknowledgement is sent without waiting for the next heartbeat
 

@@ -10,7 +10,7 @@ from ramify.core.config import Config, TcpAddress
 from ramify.core.errors import ConfigInvalid
 from ramify.infer.config import ExternalServersConfig, ModelConfig
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
-from ramify.processes.wire.headers import WireSettings
+from ramify.processes.wire.message import WireSettings
 from ramify.rollout.config import SourceConfig, check_source_names
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:0"

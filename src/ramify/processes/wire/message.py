@@ -27,10 +27,9 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 1024
 MAX_BODY_FRAMES = MAX_FRAMES - 2  # of a message's own; the routing id and the header come before them
 MAX_TEXT_CHARS = 4096  # of each text in a failure that is truncated
-encode_header = msgspec.msgpack.Encoder().encode
+encode_header = _encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
 Frame = bytes | memoryview
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class MalformedMessage(Exception):
