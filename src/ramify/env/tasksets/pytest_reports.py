@@ -12,10 +12,9 @@ import secrets
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 import ramify as rf
-from ramify.core.config.schema import is_dict
 from ramify.core.errors import AgentFailed
 
 PLUGIN = Path(__file__).with_name("pytest_plugin.py")
@@ -60,8 +59,8 @@ def iter_reports(output: str, nonce: str) -> Iterator[dict[str, Any]]:
     for line in output.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             report = json.loads(line)
-            if is_dict(report) and report.get("nonce") == nonce:
-                yield report
+            if isinstance(report, dict) and report.get("nonce") == nonce:
+                yield cast(dict[str, Any], report)
 
 
 def parse_outcomes(reports: str, nonce: str) -> dict[str, str]:

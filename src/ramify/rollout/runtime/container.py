@@ -18,7 +18,6 @@ import itertools
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from ramify.core.errors import AgentFailed, ConfigInvalid, SandboxError
@@ -105,7 +104,7 @@ class ContainerRuntime(ShellRuntime):
         await asyncio.to_thread(self.check_task, task)
         image, limits = task.image or self.config.image, self.get_limits(task)
         if self._container is not None and not self._container.can_be_used_for(image, limits):
-            await self._remove_container()
+            await self._remove_sandbox()
         if self._container is None:
             await self._start_container(image, limits)
         try:
@@ -114,20 +113,13 @@ class ContainerRuntime(ShellRuntime):
             await self._prepare_workdir(task)
         except BaseException:
             with contextlib.suppress(SandboxError):  # `stop` tries again and reports it
-                await self._remove_container()
+                await self._remove_sandbox()
             raise
 
     async def stop(self) -> None:
-        """Remove the container, and copy its work directory out first if `keep_workdir` is set."""
+        """Close the connections of the container, copy its work directory out if that is configured, and remove it."""
         await self._close_forwards()
-        files, self._files = self._files, None
-        try:
-            if files is not None and self.config.keep_workdir:
-                copy = Path(tempfile.mkdtemp(prefix="ramify-kept-"))
-                await files.download(self.workdir, copy)
-                self._kept_workdir = copy
-        finally:
-            await self._remove_container()
+        await super().stop()
 
     async def expose(self, base_url: str) -> str:
         """Forward a socket in the container's network to the server of `base_url`; return the URL that reaches it."""
@@ -250,10 +242,10 @@ class ContainerRuntime(ShellRuntime):
         except BaseException:
             await asyncio.wait([start])  # a container could appear after it was removed; `run` has a timeout
             with contextlib.suppress(SandboxError):  # `stop` tries again and reports it
-                await self._remove_container()
+                await self._remove_sandbox()
             raise
 
-    async def _remove_container(self) -> None:
+    async def _remove_sandbox(self) -> None:
         """Remove the container, if there is one. It is forgotten when it is gone, so that this can be repeated."""
         container = self._container
         if container is None:

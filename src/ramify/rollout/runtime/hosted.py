@@ -18,9 +18,7 @@ import importlib.util
 import itertools
 import math
 import shlex
-import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from ramify.core.async_calls import cancel_all
@@ -253,17 +251,6 @@ class HostedRuntime(ShellRuntime):
                 await self.stop()
             raise
 
-    async def stop(self) -> None:
-        """Delete the sandbox, and copy its work directory out first if `keep_workdir` is set."""
-        files, self._files = self._files, None
-        try:
-            if files is not None and self.config.keep_workdir:
-                copy = Path(tempfile.mkdtemp(prefix="ramify-kept-"))
-                await files.download(self.workdir, copy)
-                self._kept_workdir = copy
-        finally:
-            await self._delete_sandbox()
-
     async def expose(self, base_url: str) -> str:
         """Return the URL with the public address of the gateway."""
         if self.config.gateway_url is None:
@@ -301,7 +288,7 @@ class HostedRuntime(ShellRuntime):
             "network_allowlist": self.config.allow_hosts,
         }
 
-    async def _delete_sandbox(self) -> None:
+    async def _remove_sandbox(self) -> None:
         processes, self._processes = self._processes, []
         await asyncio.gather(*(process.close() for process in processes), return_exceptions=True)
         if self._client is not None and self._sandbox_id is not None:

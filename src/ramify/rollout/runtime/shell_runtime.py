@@ -6,6 +6,7 @@ the sandbox do the rest (`shell_process`, `shell_files`), so any image with `sh`
 
 import asyncio
 import contextlib
+import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
@@ -57,6 +58,17 @@ class ShellRuntime(Runtime):
         if task.workdir is not None and ".." in PurePath(task.workdir).parts:
             raise ConfigInvalid(f"the task's workdir {task.workdir!r} is outside of the rollout's work directory")
 
+    async def stop(self) -> None:
+        """Remove the sandbox, and copy its work directory out first if `keep_workdir` is set."""
+        files, self._files = self._files, None
+        try:
+            if files is not None and self.config.keep_workdir:
+                copy = Path(tempfile.mkdtemp(prefix="ramify-kept-"))
+                await files.download(self.workdir, copy)
+                self._kept_workdir = copy
+        finally:
+            await self._remove_sandbox()
+
     async def spawn(
         self,
         command: CommandLine,
@@ -89,6 +101,10 @@ class ShellRuntime(Runtime):
     async def download(self, source: str | PurePath, target: Path) -> None:
         """Copy the regular files of a directory of the sandbox to this machine."""
         await self._get_files().download(source, target)
+
+    @abstractmethod
+    async def _remove_sandbox(self) -> None:
+        """Remove the sandbox, if there is one. After a failure, this can be called again."""
 
     @abstractmethod
     def _make_process(
