@@ -309,7 +309,7 @@ Keys, the most used first:""",
     ),
     "push": CliCommand(
         "export a run's model with a model card, and upload it to Hugging Face",
-        "ramify.cli.export:run",
+        "ramify.cli.export:push",
         (
             RUN,
             option("--repo", metavar="ORG/NAME", help="upload to this repository, with the token in HF_TOKEN"),
