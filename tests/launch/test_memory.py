@@ -1,14 +1,17 @@
 """The memory of an engine."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ramify.infer.config import EngineConfig, EngineLimits, VLLMConfig
 from ramify.launch.memory import estimate_engine, find_engine_format
 from ramify.orchestrate.run_config import RunConfig
-from ramify.train.memory import ModelSize
+from ramify.train.memory import TORCH_BASE_BYTES, ModelSize
 
 
 def test_states_take_memory_of_the_cache():
@@ -16,6 +19,25 @@ def test_states_take_memory_of_the_cache():
     engine = EngineConfig(kv_cache_tokens=1000, max_running_requests=8, state_snapshots=2)
     plain, recurrent = (estimate_engine(engine, 256, size, num_gpus=1, device_memory=80 << 30) for size in sizes)
     assert recurrent.kv_cache - plain.kv_cache == pytest.approx((8 + 2) * 10**6 * 4)
+
+
+def test_chunks_of_prompts_in_a_gated_delta_net_take_memory(tmp_path):
+    """What the operators allocate for a row, in the shape of Qwen3.5-0.8B."""
+    heads, width, chunk = 16, 128, 64
+    projected, split = 4 * heads * width + 2 * heads, 3 * heads * width
+    of_rule = heads * chunk + 3 * heads * width + heads * width * width // chunk  # T; U, W and N; states
+    num_elements = 1024 + projected + split + heads * width + split + of_rule
+    mixers = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+    config = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 3584, "num_attention_heads": 8}
+    config |= {**mixers, "linear_key_head_dim": width, "linear_value_head_dim": width, "head_dim": 256}
+    config |= {"num_key_value_heads": 2, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.embed_tokens.weight": np.zeros((8, 1024), np.float32)}, tmp_path / "model.safetensors")
+    size = ModelSize.from_name(str(tmp_path))
+    assert size is not None
+    limits = {"kv_cache_tokens": 1000, "max_running_requests": 64, "max_num_batched_tokens": 8192}
+    use = estimate_engine(EngineConfig(**limits), 256, size, num_gpus=1, device_memory=80 << 30)
+    assert num_elements * 8192 * 2 <= use.workspace - TORCH_BASE_BYTES <= 1.3 * num_elements * 8192 * 2
 
 
 @pytest.mark.parametrize(("mode", "bits"), [("8bit", 8.25), ("4bit", 4.25)])

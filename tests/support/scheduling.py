@@ -45,6 +45,7 @@ HEAVY_TESTS = (
     "tests/model/kernels/cpu/",
     "tests/model/kernels/test_kernel_targets.py",
     "tests/model/kernels/test_paged_attention.py",
+    "tests/model/kernels/test_quantization.py",
     *(["tests/model/kernels/test_cuda_kernels.py"] if HAS_GPU else []),  # without one, it only starts a process
     "tests/model/test_",
     "tests/train/",
