@@ -38,18 +38,10 @@ async def adapt_concurrency(
     client: InferenceClient, limiter: ConcurrencyLimiter, dispatcher: AttemptDispatcher
 ) -> None:
     """Adapt the number of attempts in flight to the load of the engines."""
-    last_seconds: list[float | None] = []
     while True:
         await asyncio.sleep(POLL_INTERVAL)
         if loads := list((await client.get_loads()).values()):
-            seconds = [load.seconds.get("sampling") for load in loads]
-            is_waiting = None not in seconds and seconds == last_seconds  # for the trainer, or for weights
-            last_seconds = seconds
-            limiter.update(
-                kv_usage=max(load.kv_usage for load in loads),
-                queued=None if is_waiting else sum(load.num_waiting for load in loads),
-                num_in_flight=dispatcher.num_in_flight,
-            )
+            limiter.update(loads, dispatcher.num_in_flight)
             dispatcher.wake()
 
 

@@ -9,7 +9,7 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from ramify.core.errors import ConfigInvalid, EngineIncompatible, Failure
 from ramify.env import plugin
+from ramify.infer.client.replica import EngineLoad
 from ramify.infer.config import ExternalServersConfig
 from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.algorithms import Algorithm
@@ -93,21 +94,26 @@ class ConcurrencyLimiter:
     def __init__(self, min_limit: int, max_limit: int) -> None:
         self.min_limit, self.max_limit, self.limit = min_limit, max_limit, max_limit
         self._queues: deque[int] = deque(maxlen=QUEUE_POLLS)
+        self._last_seconds: list[float | None] = []
 
-    def update(self, *, kv_usage: float, queued: int | None, num_in_flight: int) -> int:
-        """Adapt the limit to the load that was measured with `num_in_flight` attempts, and return it.
+    def update(self, loads: Sequence[EngineLoad], num_in_flight: int) -> int:
+        """Adapt the limit to the loads of all engines, measured with `num_in_flight` attempts, and return it.
 
-        `kv_usage` is the highest usage of the KV cache of any engine, `queued` the number of queued requests of all,
-        or None if the engines have not sampled since the last measurement, so that all requests had to wait.
+        While engines wait for the trainer or for weights, their loads do not change and say nothing new.
         """
-        if queued is not None:
-            self._queues.append(queued)
+        queued, seconds = sum(load.num_waiting for load in loads), [load.seconds.get("sampling") for load in loads]
+        was_held = queued > 0 and None not in seconds and seconds == self._last_seconds
+        self._last_seconds = seconds
+        if was_held:
+            return self.limit
+        self._queues.append(queued)
+        kv_usage = max(load.kv_usage for load in loads)
         is_queueing = len(self._queues) == QUEUE_POLLS and min(self._queues) > max(1, num_in_flight // 8)
         if kv_usage > HIGH_KV_USAGE or is_queueing:
             # Start from the number in flight if it is below the limit: an unused limit carries no information.
             self.limit = max(self.min_limit, int(min(self.limit, max(num_in_flight, 1)) * DECREASE_FACTOR))
             self._queues.clear()
-        elif kv_usage < LOW_KV_USAGE and not queued and num_in_flight >= self.limit:
+        elif kv_usage < LOW_KV_USAGE and queued == 0 and num_in_flight >= self.limit:
             self.limit = min(self.max_limit, max(self.limit + 1, int(self.limit * INCREASE_FACTOR)))
         return self.limit
 
