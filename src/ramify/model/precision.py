@@ -75,8 +75,9 @@ def describe_cpu() -> dict[str, str]:
 
 def _describe_ops(dtype: torch.dtype) -> str:
     """Build the operators for a minimal model and return their name, or the reason why there are none."""
-    number = torch.ones(1, dtype=dtype)
+    number, rope_table = torch.ones(1, dtype=dtype), torch.ones(1, 2 * PROBE_SIZES.head_dim, dtype=dtype)
+    weights = DecoderWeights(number, rope_table, number, number, None, layers=[])
     try:
-        return build_cpu_ops(PROBE_SIZES, DecoderWeights(number, number, number, number, None, [])).description
+        return build_cpu_ops(PROBE_SIZES, weights).description
     except CLibraryUnavailable as reason:
         return f"torch ({reason})"
