@@ -20,6 +20,7 @@ import pytest
 RUN_VARIABLE = "RAMIFY_TEST_RUN"  # every process of a run inherits the run's name in it, also if its parent ends
 REPORT_SECONDS = 30.0  # after the limit, for the session to write its results
 EXIT_STATUS = 124  # if the session does not end by itself
+INTERRUPT_INTERVAL = 5.0  # seconds between two interrupts of a session without workers
 
 
 class RunLimit:
@@ -53,6 +54,7 @@ class RunLimit:
     def pytest_testnodedown(self, error):
         self.must_sweep |= error is not None
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self):
         self._is_interrupted.set()
 
@@ -87,8 +89,9 @@ class RunLimit:
             faulthandler.dump_traceback(self._stderr)
             deadline = time.monotonic() + self.report_seconds
             while not self._is_interrupted.is_set() and (seconds := deadline - time.monotonic()) > 0:
-                os.kill(os.getpid(), signal.SIGINT)  # again, since one just before a system call does not interrupt it
-                self._is_interrupted.wait(min(1.0, seconds))
+                # Again, since one just before a system call does not interrupt it; but not while the first is handled.
+                os.kill(os.getpid(), signal.SIGINT)
+                self._is_interrupted.wait(min(INTERRUPT_INTERVAL, seconds))
             return
         # A worker that aborts shows its stacks. xdist reports its test as failed, and must not start another worker.
         session.shouldstop = "time limit of the run"
