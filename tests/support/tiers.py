@@ -16,13 +16,15 @@ import pytest
 TIERS = ("unit", "process", "run")
 MAX_WORKERS = 8  # of `pytest` alone; each worker imports the package and the tests
 RUN_LIMIT = 600.0  # seconds for `pytest` alone
-# Functions that start a process once; the last lists fonts for matplotlib on a machine where it never ran.
+# Functions that start a process once. The last two are of libraries: matplotlib lists the fonts of a machine where it
+# never ran, and a torch for CUDA looks for libraries when it is imported.
 PROBES = {
     "find_cgroup_parents",
     "find_unsupported_reason",
     "load_c_library",
     "from_subprocess",
     "_get_fontconfig_fonts",
+    "_findSoname_ldconfig",
 }
 START_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "multiprocessing.spawn"}
 
