@@ -101,6 +101,17 @@ def test_a_forest_has_the_outputs_and_gradients_of_its_paths(size, dtype, tolera
         assert (actual - expected).norm() <= tolerance * expected.norm()
 
 
+def test_a_forest_is_rounded_like_its_paths():
+    """Also after forks within a chunk, and within another chunk that has begun before the fork."""
+    lengths, parents = [90, 70, 65, 5, 80], [-1, 0, 0, 2, 2]
+    segments = build_segments(lengths, parents)
+    inputs = [tensor.detach() for tensor in build_inputs(sum(lengths), torch.float32)]
+    out = gated_delta_rule(*inputs, ChunkBatch.from_chunks(ForestChunks.from_segments(segments, 64)))
+    for path in list_leaf_paths(segments):
+        chain = ForestChunks.from_segments(build_segments([len(path)], [-1]), 64)
+        assert torch.equal(out[path], gated_delta_rule(*(t[path] for t in inputs), ChunkBatch.from_chunks(chain)))
+
+
 def test_only_the_result_of_bfloat16_inputs_is_rounded():
     segments = build_segments(LENGTHS, PARENTS)
     inputs = [tensor.detach() for tensor in build_inputs(sum(LENGTHS), torch.bfloat16)]

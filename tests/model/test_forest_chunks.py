@@ -32,19 +32,52 @@ def test_ancestors_are_the_last_tokens_of_the_path(pack, count):
 
 
 @given(packs(), st.integers(1, 6))
-def test_the_chunks_before_a_chunk_hold_its_path(pack, size):
+def test_every_path_is_divided_into_chunks_from_its_root(pack, size):
     segments = ForestSegments.from_forest(pack)
     chunks, paths = ForestChunks.from_segments(segments, size), list_paths(segments)
-    for depth, start, stop, previous in zip(chunks.compute_depths(), chunks.start, chunks.stop, chunks.previous):
-        assert 0 < stop - start <= size
-        above: list[int] = []
-        num_above = 0
-        while previous >= 0:
-            above = [*range(chunks.start[previous], chunks.stop[previous]), *above]
-            previous, num_above = chunks.previous[previous], num_above + 1
-        assert above == paths[start][:-1]
-        assert depth == num_above
-    assert sum(chunks.stop - chunks.start) == len(pack)
+    tokens = [chunks.rows[start:stop].tolist() for start, stop in zip(chunks.start, chunks.stop)]
+    assert sum(tokens, []) == chunks.rows.tolist()  # each row is in one chunk
+    divided = set()
+    for chunk, depth in enumerate(chunks.compute_depths().tolist()):
+        path, above = tokens[chunk], chunks.previous[chunk]
+        while above >= 0:
+            assert len(tokens[above]) == size
+            path, above = tokens[above] + path, chunks.previous[above]
+        assert path == paths[path[-1]]
+        assert depth == (len(path) - 1) // size
+        divided.add(tuple(path))
+    assert len(divided) == len(chunks)
+    leaves = set(range(len(segments))) - set(segments.parent.tolist())
+    expected = {tuple(path[:stop]) for path in paths for stop in range(size, len(path) + 1, size)}
+    assert divided == expected | {tuple(paths[segments.stop[leaf] - 1]) for leaf in leaves}
+
+
+@given(packs(), st.integers(1, 6))
+def test_a_forest_has_the_chunks_of_its_flat_paths(pack, size):
+    segments = ForestSegments.from_forest(pack)
+    chunks, paths = ForestChunks.from_segments(segments, size), list_paths(segments)
+    chunk_tokens = [chunks.rows[start:stop].tolist() for start, stop in zip(chunks.start, chunks.stop)]
+    for leaf in set(range(len(segments))) - set(segments.parent.tolist()):
+        path = paths[segments.stop[leaf] - 1]
+        arrays = [0], [len(path)], [-1], [0]
+        flat = ForestChunks.from_segments(ForestSegments(*(np.array(array, np.int32) for array in arrays)), size)
+        np.testing.assert_array_equal(flat.rows, np.arange(len(path)))
+        (chunk,) = (index for index, tokens in enumerate(chunk_tokens) if tokens[-1] == path[-1])
+        for start, stop in reversed([*zip(flat.start, flat.stop)]):
+            assert chunk_tokens[chunk] == path[start:stop]
+            chunk = chunks.previous[chunk]
+        assert chunk == -1
+
+
+@given(packs(), st.integers(1, 6))
+def test_the_rows_of_each_token_are_listed_in_their_order(pack, size):
+    chunks = ForestChunks.from_segments(ForestSegments.from_forest(pack), size)
+    rows, first = chunks.group_rows()
+    assert len(first) == len(pack) + 1
+    for token in range(len(pack)):
+        own_rows = rows[first[token] : first[token + 1]].tolist()
+        assert own_rows == np.flatnonzero(chunks.rows == token).tolist() != []
+    assert first[-1] == len(rows) == len(chunks.rows)
 
 
 @given(packs(), st.integers(1, 6))

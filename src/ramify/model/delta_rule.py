@@ -2,8 +2,8 @@
 
 A head has a state S, a matrix [key_dim, value_dim], that a token with key k, value v, decay a and strength b changes to
 a·S + k·(b·(v − a·Sᵀk))ᵀ; the token's output is Sᵀq. Within a chunk of tokens this is a triangular system, so a chunk
-needs a few matrix products and the state before it. All branches behind a fork continue the same state, and autograd
-adds their gradients of it.
+needs a few matrix products and the state before it. Several chunks may continue the same state or repeat a token, and
+autograd adds their gradients.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from ramify.model.forest_chunks import ForestChunks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkBatch:
-    """The chunks of a pack, sorted by the number of chunks above them."""
+    """The chunks of a pack, sorted by the number of chunks above them. A token may be in several of them."""
 
     token_index: Tensor  # [chunks, size] the token at each place; the number of tokens where there is none
-    place: Tensor  # [tokens] the place of each token in the flattened `token_index`
+    output_place: Tensor  # [tokens] the place in the flattened `token_index` that has the output of each token
     bounds: list[int]  # [depths + 1] the first chunk of each depth
     parents: list[Tensor]  # for each depth below the first, the chunks before, counted from the first of their depth
 
@@ -33,16 +33,19 @@ class ChunkBatch:
         order = np.argsort(depths, kind="stable")
         rank = np.argsort(order)
         bounds = np.searchsorted(depths[order], np.arange(depths.max(initial=-1) + 2))
-        size, num_tokens = int((chunks.stop - chunks.start).max(initial=1)), int(chunks.stop.max(initial=0))
-        tokens = chunks.start[order][:, None] + np.arange(size)
-        is_token = tokens < chunks.stop[order][:, None]
-        place = np.empty(num_tokens, np.int64)
-        place[tokens[is_token]] = np.flatnonzero(is_token)
+        size = int((chunks.stop - chunks.start).max(initial=1))
+        rows = chunks.start[order][:, None] + np.arange(size)
+        is_row = rows < chunks.stop[order][:, None]
+        place = np.empty(len(chunks.rows), np.int64)
+        place[rows[is_row]] = np.flatnonzero(is_row)
+        rows_by_token, first = chunks.group_rows()
+        num_tokens = len(first) - 1
+        tokens = np.append(chunks.rows, num_tokens)[np.where(is_row, rows, -1)]
         before = rank[chunks.previous[order]]
         parents = [before[a:b] - bounds[d] for d, (a, b) in enumerate(pairwise(bounds[1:].tolist()))]
         return cls(
-            torch.from_numpy(np.where(is_token, tokens, num_tokens).astype(np.int64)),
-            torch.from_numpy(place),
+            torch.from_numpy(tokens.astype(np.int64)),
+            torch.from_numpy(place[rows_by_token[first[:-1]]]),
             bounds.tolist(),
             [torch.from_numpy(array.astype(np.int64)) for array in parents],
         )
@@ -50,7 +53,7 @@ class ChunkBatch:
     def to(self, device: torch.device) -> "ChunkBatch":
         """Return the batch with its tensors on a device."""
         parents = [tensor.to(device) for tensor in self.parents]
-        return ChunkBatch(self.token_index.to(device), self.place.to(device), self.bounds, parents)
+        return ChunkBatch(self.token_index.to(device), self.output_place.to(device), self.bounds, parents)
 
 
 def _gated_delta_rule(
@@ -87,7 +90,7 @@ def _gated_delta_rule(
     last_keys = k * (decay[..., -1:] - decay).exp().unsqueeze(-1)
     states, values = _pass_states(new_values, state_keys, last_keys, total_decay[..., -1:, :], chunks)
     out = q * total_decay @ states + (q @ k.mT * pair_decay) @ values
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, chunks.place).to(value.dtype)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, chunks.output_place).to(value.dtype)
 
 
 gated_delta_rule: Any = torch.compiler.disable(_gated_delta_rule)

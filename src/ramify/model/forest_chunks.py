@@ -1,10 +1,13 @@
-"""Segments of a forest in chunks, and the order in which a recurrent state passes through them.
+"""Chunks of the paths of a forest, and the order in which a recurrent state passes through them.
 
-A chunk holds up to `size` tokens of one segment and continues the state of the chunk before it on its path. Only that
-is sequential: all else is computed for all chunks at once. Chunks are joined to *tracks*, as long as they can be; at a
-fork one child continues the track, and every other child starts a track of its own, in a later *round*. Tracks of a
-round are computed at the same time. A tree has few rounds, at most the logarithm of its chunks, even if it has hundreds
-of levels. Importable without torch.
+A chunk holds up to `size` tokens of a path, counted from its root, and continues the state of the chunk before it. Only
+that is sequential: all else is computed for all chunks at once. A fork may lie within a chunk. Then each branch has a
+chunk of its own, which repeats the tokens before the fork, so the paths of a forest have the chunks of flat paths.
+
+Chunks are joined to *tracks*, as long as they can be; where several chunks continue the same one, one of them continues
+its track, and every other starts a track of its own, in a later *round*. Tracks of a round are computed at the same
+time. A tree has few rounds, at most the logarithm of its chunks, even if it has hundreds of levels. Importable without
+torch.
 """
 
 from dataclasses import dataclass
@@ -19,10 +22,16 @@ CHUNK_SIZE = 64  # tokens of a chunk in a model; tests use others
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForestChunks:
-    """The chunks of a pack, in its order."""
+    """The chunks of a pack and their rows. A row is a token; the rows of a chunk follow each other.
 
-    start: Int32Array  # [chunks] index of the first token
-    stop: Int32Array  # [chunks] index after the last token
+    With chunks of 4 tokens, a trunk of the tokens 0 to 5 with the branches 6, 7, 8 and 9, 10 has the chunks
+    [0, 1, 2, 3], [4, 5, 6, 7], [8] and [4, 5, 9, 10]. The tokens 4 and 5 have their outputs from the first of their
+    rows, in the second chunk. Without repeated tokens, the rows are the tokens of the pack in its order.
+    """
+
+    rows: Int32Array  # [rows] the token of each row
+    start: Int32Array  # [chunks] index of the first row
+    stop: Int32Array  # [chunks] index after the last row
     previous: Int32Array  # [chunks] the chunk before on the path; -1 at a root
 
     def __len__(self) -> int:
@@ -30,15 +39,31 @@ class ForestChunks:
 
     @classmethod
     def from_segments(cls, segments: ForestSegments, size: int) -> "ForestChunks":
-        """Divide each segment into chunks."""
-        counts = -(-(segments.stop - segments.start) // size)
-        last = np.cumsum(counts) - 1
-        offset = np.arange(counts.sum()) - np.repeat(last - counts + 1, counts)
-        start = np.repeat(segments.start, counts) + size * offset
-        stop = np.minimum(start + size, np.repeat(segments.stop, counts))
-        last_of_parent = np.append(last, -1)[segments.parent]
-        previous = np.where(offset > 0, np.arange(len(offset)) - 1, np.repeat(last_of_parent, counts))
-        return cls(*(array.astype(np.int32) for array in (start, stop, previous)))
+        """Divide each path into chunks, those of a shared prefix once."""
+        is_parent = np.isin(np.arange(len(segments)), segments.parent)
+        lengths, previous = list[int](), list[int]()
+        parts = [np.empty(0, np.int32)]
+        ends = list[tuple[Int32Array, int]]()  # of each segment: the tokens of its unfinished chunk, the chunk before
+        for segment, parent in enumerate(segments.parent.tolist()):
+            repeated, last = ends[parent] if parent >= 0 else (parts[0], -1)
+            own = np.arange(segments.start[segment], segments.stop[segment], dtype=np.int32)
+            tokens = np.concatenate([repeated, own])
+            stop = len(tokens) // size * size if is_parent[segment] else len(tokens)
+            for first in range(0, stop, size):
+                lengths.append(min(size, stop - first))
+                previous.append(last)
+                last = len(lengths) - 1
+            parts.append(tokens[:stop])
+            ends.append((tokens[stop:], last))
+        stops = np.cumsum(np.array(lengths, np.int32), dtype=np.int32)
+        starts = stops - np.array(lengths, np.int32)
+        return cls(np.concatenate(parts), starts, stops, np.array(previous, np.int32))
+
+    def group_rows(self) -> tuple[Int32Array, Int32Array]:
+        """Return the rows of the first token, of the second, ..., and where those of each token begin, [tokens + 1]."""
+        order = np.argsort(self.rows, kind="stable")
+        first = np.searchsorted(self.rows[order], np.arange(self.rows.max(initial=-1) + 2))
+        return order.astype(np.int32), first.astype(np.int32)
 
     def compute_depths(self) -> Int32Array:
         """Return how many chunks are above each chunk."""
@@ -52,7 +77,7 @@ class ForestChunks:
 class ChunkTracks:
     """The tracks of a pack, by round; tracks that begin at the same fork are neighbours.
 
-    The tracks of round 0 begin at roots, every other track at a fork.
+    The tracks of round 0 begin at roots, every other track at a fork: after a chunk that several chunks continue.
     """
 
     chunk: Int32Array  # [chunks] the chunks of the first track, of the second, ...
@@ -64,7 +89,7 @@ class ChunkTracks:
 
     @classmethod
     def from_chunks(cls, chunks: ForestChunks) -> "ChunkTracks":
-        """Join chunks to tracks: at a fork the child with the most chunks below it continues the track."""
+        """Join chunks to tracks: at a fork the chunk with the most chunks below it continues the track."""
         count, previous = len(chunks), chunks.previous.tolist()
         size, successor = [1] * count, [-1] * count  # chunks in the subtree, and the next chunk of the track
         for chunk in range(count - 1, -1, -1):
