@@ -25,6 +25,10 @@ MIN_ROWS = 2  # of a table, because compiled code would be specialized to one
 class TrackTables(NamedTuple):
     """The chunks and tracks of a pack, as `gated_delta_rule_op` reads them."""
 
+    rows: Tensor  # [rows] the token of each row
+    output_rows: Tensor  # [tokens] the first row of each token
+    token_rows: Tensor  # [rows] the rows of each token
+    first_rows: Tensor  # [tokens + 1] where they begin
     chunks: Tensor  # [chunks, 3] start, stop, fork
     track_chunks: Tensor  # [chunks]
     tracks: Tensor  # [tracks, 3] first and last + 1 of its chunks, fork
@@ -34,16 +38,19 @@ class TrackTables(NamedTuple):
     @classmethod
     def from_chunks(cls, chunks: ForestChunks, device: torch.device) -> "TrackTables":
         """Join chunks to tracks. Rows that are added to short tables name no token and no chunk."""
-        tracks = ChunkTracks.from_chunks(chunks)
+        tracks, (token_rows, first_rows) = ChunkTracks.from_chunks(chunks), chunks.group_rows()
         arrays = (
+            chunks.rows,
+            token_rows[first_rows[:-1]],
+            token_rows,
+            first_rows,
             _pad_rows(np.stack([chunks.start, chunks.stop, tracks.fork_of_chunk], 1), (0, 0, -1)),
             _pad_rows(tracks.chunk, 0),
             _pad_rows(np.stack([tracks.first[:-1], tracks.first[1:], tracks.fork], 1), (0, 0, -1)),
             _pad_rows(tracks.fork_first, len(tracks.fork)),
         )
-        chunk_table, track_chunks, track_table, fork_tracks = copy_to_device(arrays, device)
         rounds = torch.from_numpy(_pad_rows(tracks.round_first, len(tracks.fork)))
-        tables = cls(chunk_table, track_chunks, track_table, fork_tracks, rounds)
+        tables = cls(*copy_to_device(arrays, device), rounds)
         _mark_dynamic(tables)
         return tables
 

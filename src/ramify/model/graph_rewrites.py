@@ -27,6 +27,7 @@ KERNEL_SOURCE_HASH = sha256(
             "tree_attention.py",
             "scores.py",
             "delta_rule.py",
+            "row_sums.py",
             "path_convolution.py",
             "activate_heads.py",
             "add_norm.py",

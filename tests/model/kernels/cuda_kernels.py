@@ -449,6 +449,36 @@ def test_tracks_of_chunks_have_the_outputs_and_gradients_of_the_delta_rule_in_fl
         assert (actual.cpu() - expected).norm() <= 1e-5 * expected.norm()
 
 
+def test_tracks_of_a_forest_are_rounded_like_its_paths():
+    """The branches fork within the second chunk of their path."""
+    torch.manual_seed(0)
+    lengths = [70, 3, 60]
+    tokens, starts = sum(lengths), np.cumsum([0, *lengths])
+    query, key = (torch.nn.functional.normalize(torch.randn(tokens, 1, 16), dim=-1) for _ in range(2))
+    tensors = [part.to(DEVICE, HALF_DTYPE) for part in (query, key, torch.randn(tokens, 1, 16))]
+    tensors += [-torch.rand(tokens, 1, device=DEVICE) / 4, torch.rand(tokens, 1, device=DEVICE)]
+
+    def compute(index: list[int], *arrays: list[int]) -> torch.Tensor:
+        segments = ForestSegments(*(np.array(array, np.int32) for array in arrays))
+        tables = TrackTables.from_chunks(ForestChunks.from_segments(segments, CHUNK_SIZE), DEVICE)
+        return pass_tracks(*(tensor[index] for tensor in tensors), tables)
+
+    out = compute(list(range(tokens)), starts[:-1].tolist(), starts[1:].tolist(), [-1, 0, 0], [0, 1, 1])
+    for start, stop in ((70, 73), (73, 133)):
+        path = [*range(70), *range(start, stop)]
+        assert torch.equal(out[path], compute(path, [0], [len(path)], [-1], [0]))
+
+
+def test_sums_of_rows_are_exact_and_in_the_order_of_the_rows():
+    from ramify.model.kernels.cuda.row_sums import sum_rows
+
+    rows = torch.randn(9, 2, 600, device=DEVICE)
+    token_rows = torch.tensor([0, 7, 2, 3, 8, 1, 4, 5, 6], dtype=torch.int32, device=DEVICE)
+    first = torch.tensor([0, 1, 5, 6, 9], dtype=torch.int32, device=DEVICE)
+    expected = [rows[0], rows[7] + rows[2] + rows[3] + rows[8], rows[1], rows[4] + rows[5] + rows[6]]
+    assert torch.equal(sum_rows(rows, token_rows, first), torch.stack(expected))
+
+
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float16, 3e-3), pytest.param(torch.float32, 1e-5, marks=long_in_the_interpreter)]
 )

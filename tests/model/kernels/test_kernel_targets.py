@@ -331,6 +331,7 @@ DELTA_RULE_KERNELS = {
     "_pass_gradients",
     "_backward_states",
     "_backward_system",
+    "_sum_rows",
 }
 SPLIT_KERNELS = {"_activate_heads", "_backward_activate_heads"}
 CONVOLUTION_KERNELS = {"_convolve", "_backward_rows", "_backward_fork_rows", "_backward_weight"}

@@ -5,6 +5,9 @@ one head per program, for all chunks at once. `_pass_states` takes the state of 
 and `_pass_gradients` its gradient backwards; they are launched once for each round of tracks, and a program owns some
 columns of the state. No two programs add to the same memory, so gradients are bitwise reproducible.
 
+Where a chunk repeats the tokens before a fork, kernels read and write rows in place of tokens. Inputs are copied to rows,
+and their gradients are summed over the rows of each token, in a fixed order.
+
 The engine's prompts are tracks, too: each begins with the state in its request's slot and leaves its last state there
 (`continue_tracks`).
 
@@ -20,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ramify.model.kernels.cuda.row_sums import sum_rows
 
 MIN_WIDTH = 64  # to which heads are padded: with 16, kernels that Triton 3.6 compiles leave their memory on an H200
 
@@ -434,6 +439,10 @@ def gated_delta_rule_op(
     value: Tensor,
     log_decay: Tensor,
     strength: Tensor,
+    rows: Tensor,
+    output_rows: Tensor,
+    token_rows: Tensor,
+    first_rows: Tensor,
     chunks: Tensor,
     track_chunks: Tensor,
     tracks: Tensor,
@@ -442,16 +451,19 @@ def gated_delta_rule_op(
     chunk_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs, and G and T for the backward pass. Widths of heads are powers of two, at least 64.
+    """Return the outputs, and G and T of all rows for the backward pass. Widths of heads are powers of two, at least 64.
 
-    `chunks` [chunks, 3] are start, stop and fork of each chunk, `track_chunks` the chunks of all tracks, `tracks`
-    [tracks, 3] where a track begins and ends in them, and its fork, `fork_tracks` [forks + 1] the first track of each
-    fork, and `rounds` [rounds + 1], on the CPU, the first track of each round.
+    `rows` [rows] are the tokens of the chunks' rows, `output_rows` [tokens] the rows with the outputs, `token_rows`
+    [rows] the rows of each token, and `first_rows` [tokens + 1] where they begin. `chunks` [chunks, 3] are start, stop
+    and fork of each chunk, `track_chunks` the chunks of all tracks, `tracks` [tracks, 3] where a track begins and ends
+    in them, and its fork, `fork_tracks` [forks + 1] the first track of each fork, and `rounds` [rounds + 1], on the CPU,
+    the first track of each round.
     """
-    out, bounds = value.new_empty(value.shape), rounds.tolist()
-    inputs, tables = (query, key, value, log_decay, strength), (chunks, track_chunks, tracks)
+    inputs, tables = _copy_to_rows(rows, query, key, value, log_decay, strength), (chunks, track_chunks, tracks)
+    out, bounds = torch.empty_like(inputs[2]), rounds.tolist()
     fork_states = _new_fork_states(query, value, fork_tracks)
-    return out, *_compute_tracks(*inputs, *tables, fork_states, bounds, out, chunk_size, scale)
+    results = _compute_tracks(*inputs, *tables, fork_states, bounds, out, chunk_size, scale)
+    return out if len(rows) == len(value) else out.index_select(0, output_rows), *results
 
 
 def continue_tracks(
@@ -542,6 +554,11 @@ def _compute_states(
     return states, new, u, w
 
 
+def _copy_to_rows(rows: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return the inputs of each row; without repeated tokens, rows are tokens."""
+    return inputs if len(rows) == len(inputs[0]) else tuple(tensor.index_select(0, rows) for tensor in inputs)
+
+
 def _new_fork_states(query: Tensor, value: Tensor, fork_tracks: Tensor) -> Tensor:
     return value.new_empty(len(fork_tracks), value.shape[1], query.shape[2], value.shape[2], dtype=torch.float32)
 
@@ -555,6 +572,10 @@ def gated_delta_rule_backward_op(
     decay: Tensor,
     strength: Tensor,
     inverse: Tensor,
+    rows: Tensor,
+    output_rows: Tensor,
+    token_rows: Tensor,
+    first_rows: Tensor,
     chunks: Tensor,
     track_chunks: Tensor,
     tracks: Tensor,
@@ -563,7 +584,11 @@ def gated_delta_rule_backward_op(
     chunk_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the inputs."""
+    """Return the gradients of the inputs. Only the rows with outputs have gradients of outputs."""
+    has_repeats = len(rows) > len(value)
+    query, key, value, strength = _copy_to_rows(rows, query, key, value, strength)
+    if has_repeats:
+        grad = torch.zeros_like(value).index_copy_(0, output_rows.long(), grad)
     sizes = _get_sizes(query, value, chunk_size)
     heads, key_heads, value_dim = sizes["HEADS"], sizes["KEY_HEADS"], sizes["V"]
     tables, bounds = (chunks, track_chunks, tracks), rounds.tolist()
@@ -594,6 +619,9 @@ def gated_delta_rule_backward_op(
     )  # fmt: skip
     if heads > key_heads:
         d_query, d_key = (tensor.unflatten(1, (key_heads, -1)).sum(2) for tensor in (d_query, d_key))
+    if has_repeats:
+        grads = d_query, d_key, d_value, d_log_decay, d_strength
+        d_query, d_key, d_value, d_log_decay, d_strength = (sum_rows(part, token_rows, first_rows) for part in grads)
     return d_query, d_key, d_value, d_log_decay, d_strength
 
 
@@ -619,13 +647,13 @@ def _get_constants(kernel: str, sizes: dict[str, int], value: Tensor) -> dict[st
 
 @gated_delta_rule_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, *rest: Any) -> Any:
-    chunk_size = rest[5]
-    return torch.empty_like(value), torch.empty_like(log_decay), value.new_empty(*value.shape[:2], chunk_size)
+    shape, chunk_size = (rest[0].shape[0], value.shape[1]), rest[-2]
+    return torch.empty_like(value), log_decay.new_empty(shape), value.new_empty(*shape, chunk_size)
 
 
 @gated_delta_rule_backward_op.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, *rest: Any) -> Any:
-    return tuple(map(torch.empty_like, (query, key, value, decay, decay)))
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, *rest: Any) -> Any:
+    return tuple(map(torch.empty_like, (query, key, value, strength, strength)))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -637,7 +665,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _autograd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     grads = gated_delta_rule_backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.chunk_size, ctx.scale)
-    return *grads, *(None,) * 7
+    return *grads, *(None,) * 11
 
 
 gated_delta_rule_op.register_autograd(_autograd_backward, setup_context=_setup_context)
