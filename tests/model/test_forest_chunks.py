@@ -36,7 +36,7 @@ def test_every_path_is_divided_into_chunks_from_its_root(pack, size):
     segments = ForestSegments.from_forest(pack)
     chunks, paths = ForestChunks.from_segments(segments, size), list_paths(segments)
     tokens = [chunks.rows[start:stop].tolist() for start, stop in zip(chunks.start, chunks.stop)]
-    assert sum(tokens, []) == chunks.rows.tolist()  # each row is in one chunk
+    assert [token for part in tokens for token in part] == chunks.rows.tolist()  # each row is in one chunk
     divided = set()
     for chunk, depth in enumerate(chunks.compute_depths().tolist()):
         path, above = tokens[chunk], chunks.previous[chunk]

@@ -39,7 +39,7 @@ class ForestChunks:
 
     @classmethod
     def from_segments(cls, segments: ForestSegments, size: int) -> "ForestChunks":
-        """Divide each path into chunks, those of a shared prefix once."""
+        """Divide each path into chunks; paths share the chunks of a shared prefix."""
         is_parent = np.isin(np.arange(len(segments)), segments.parent)
         lengths, previous = list[int](), list[int]()
         parts = [np.empty(0, np.int32)]
@@ -60,7 +60,7 @@ class ForestChunks:
         return cls(np.concatenate(parts), starts, stops, np.array(previous, np.int32))
 
     def group_rows(self) -> tuple[Int32Array, Int32Array]:
-        """Return the rows of the first token, of the second, ..., and where those of each token begin, [tokens + 1]."""
+        """Return the rows of the first token, of the second, ..., and where the rows of each begin, [tokens + 1]."""
         order = np.argsort(self.rows, kind="stable")
         first = np.searchsorted(self.rows[order], np.arange(self.rows.max(initial=-1) + 2))
         return order.astype(np.int32), first.astype(np.int32)

@@ -50,7 +50,7 @@ class TrackTables(NamedTuple):
             _pad_rows(tracks.fork_first, len(tracks.fork)),
         )
         rounds = torch.from_numpy(_pad_rows(tracks.round_first, len(tracks.fork)))
-        tables = cls(*copy_to_device(arrays, device), rounds)
+        tables = cls(*copy_to_device(arrays, device), rounds=rounds)
         _mark_dynamic(tables)
         return tables
 
@@ -145,7 +145,7 @@ def pass_tracks(
 def measure_kernel_error(
     key_heads: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Return the largest relative error of the Triton kernels' output and gradients, on a small forest.
+    """Return the largest relative error of the Triton kernels' output and gradients, on a forest that repeats tokens.
 
     The reference is PyTorch in float64.
     """

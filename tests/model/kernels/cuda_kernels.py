@@ -421,7 +421,7 @@ def test_rotation_of_gated_queries_equals_plain_formulas(rotated):
     torch.testing.assert_close(out, (query * gate.sigmoid()).flatten(1))
 
 
-SEGMENT_LENGTHS, SEGMENT_PARENTS = [66, 2, 5, 4], [-1, 0, 0, -1]  # two chunks, a fork, and a second tree
+SEGMENT_LENGTHS, SEGMENT_PARENTS = [66, 2, 5, 4], [-1, 0, 0, -1]  # a fork in the second chunk, and a second tree
 
 
 def build_segments() -> ForestSegments:

@@ -5,8 +5,8 @@ one head per program, for all chunks at once. `_pass_states` takes the state of 
 and `_pass_gradients` its gradient backwards; they are launched once for each round of tracks, and a program owns some
 columns of the state. No two programs add to the same memory, so gradients are bitwise reproducible.
 
-Where a chunk repeats the tokens before a fork, kernels read and write rows in place of tokens. Inputs are copied to rows,
-and their gradients are summed over the rows of each token, in a fixed order.
+A chunk may repeat the tokens before a fork, so kernels read and write rows, not tokens. Inputs are copied to rows, and
+their gradients are summed over the rows of each token, in a fixed order.
 
 The engine's prompts are tracks, too: each begins with the state in its request's slot and leaves its last state there
 (`continue_tracks`).
@@ -451,19 +451,21 @@ def gated_delta_rule_op(
     chunk_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs, and G and T of all rows for the backward pass. Widths of heads are powers of two, at least 64.
+    """Return the outputs, and G and T of rows for the backward pass. Widths of heads are powers of two, at least 64.
 
     `rows` [rows] are the tokens of the chunks' rows, `output_rows` [tokens] the rows with the outputs, `token_rows`
     [rows] the rows of each token, and `first_rows` [tokens + 1] where they begin. `chunks` [chunks, 3] are start, stop
     and fork of each chunk, `track_chunks` the chunks of all tracks, `tracks` [tracks, 3] where a track begins and ends
-    in them, and its fork, `fork_tracks` [forks + 1] the first track of each fork, and `rounds` [rounds + 1], on the CPU,
-    the first track of each round.
+    in them, and its fork, `fork_tracks` [forks + 1] the first track of each fork, and `rounds` [rounds + 1], on the
+    CPU, the first track of each round.
     """
-    inputs, tables = _copy_to_rows(rows, query, key, value, log_decay, strength), (chunks, track_chunks, tracks)
-    out, bounds = torch.empty_like(inputs[2]), rounds.tolist()
-    fork_states = _new_fork_states(query, value, fork_tracks)
-    results = _compute_tracks(*inputs, *tables, fork_states, bounds, out, chunk_size, scale)
-    return out if len(rows) == len(value) else out.index_select(0, output_rows), *results
+    has_repeats, bounds = len(rows) > len(value), rounds.tolist()
+    if has_repeats:
+        query, key, value, log_decay, strength = _copy_to_rows(rows, query, key, value, log_decay, strength)
+    out, fork_states = torch.empty_like(value), _new_fork_states(query, value, fork_tracks)
+    inputs, tables = (query, key, value, log_decay, strength), (chunks, track_chunks, tracks)
+    decay, inverse = _compute_tracks(*inputs, *tables, fork_states, bounds, out, chunk_size, scale)
+    return out.index_select(0, output_rows) if has_repeats else out, decay, inverse
 
 
 def continue_tracks(
@@ -554,9 +556,8 @@ def _compute_states(
     return states, new, u, w
 
 
-def _copy_to_rows(rows: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Return the inputs of each row; without repeated tokens, rows are tokens."""
-    return inputs if len(rows) == len(inputs[0]) else tuple(tensor.index_select(0, rows) for tensor in inputs)
+def _copy_to_rows(rows: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [tensor.index_select(0, rows) for tensor in inputs]
 
 
 def _new_fork_states(query: Tensor, value: Tensor, fork_tracks: Tensor) -> Tensor:
@@ -586,8 +587,8 @@ def gated_delta_rule_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the inputs. Only the rows with outputs have gradients of outputs."""
     has_repeats = len(rows) > len(value)
-    query, key, value, strength = _copy_to_rows(rows, query, key, value, strength)
     if has_repeats:
+        query, key, value, strength = _copy_to_rows(rows, query, key, value, strength)
         grad = torch.zeros_like(value).index_copy_(0, output_rows.long(), grad)
     sizes = _get_sizes(query, value, chunk_size)
     heads, key_heads, value_dim = sizes["HEADS"], sizes["KEY_HEADS"], sizes["V"]
