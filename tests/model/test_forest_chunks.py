@@ -78,6 +78,19 @@ def test_the_rows_of_each_token_are_listed_in_their_order(pack, size):
         own_rows = rows[first[token] : first[token + 1]].tolist()
         assert own_rows == np.flatnonzero(chunks.rows == token).tolist() != []
     assert first[-1] == len(rows) == len(chunks.rows)
+    if len(rows) == len(pack):
+        np.testing.assert_array_equal(chunks.rows, np.arange(len(pack)))
+
+
+def test_branches_repeat_the_unfinished_chunk_before_their_fork():
+    arrays = [0, 6, 9], [6, 9, 11], [-1, 0, 0], [0, 1, 1]
+    segments = ForestSegments(*(np.array(array, np.int32) for array in arrays))
+    chunks = ForestChunks.from_segments(segments, 4)
+    tokens = [chunks.rows[start:stop].tolist() for start, stop in zip(chunks.start, chunks.stop)]
+    assert tokens == [[0, 1, 2, 3], [4, 5, 6, 7], [8], [4, 5, 9, 10]]
+    assert chunks.previous.tolist() == [-1, 0, 1, 0]
+    tracks = ChunkTracks.from_chunks(chunks)
+    assert tracks.chunk.tolist() == [0, 1, 2, 3] and tracks.first.tolist() == [0, 3, 4]
 
 
 @given(packs(), st.integers(1, 6))
