@@ -17,8 +17,22 @@ from ramify.env.tasksets.splits import RangesConfig, draw_distinct
 SYSTEM = "Put the final answer in \\boxed{}."
 
 OBJECTS = (
-    *("apples", "books", "boxes", "cards", "chairs", "coins", "cups", "eggs", "keys", "lamps", "nuts", "pears"),
-    *("plates", "shells", "stamps", "stones"),
+    "apples",
+    "books",
+    "boxes",
+    "cards",
+    "chairs",
+    "coins",
+    "cups",
+    "eggs",
+    "keys",
+    "lamps",
+    "nuts",
+    "pears",
+    "plates",
+    "shells",
+    "stamps",
+    "stones",
 )
 PLACES = ("on a table", "in a shop", "in a basket", "in a room", "on a cart", "in a shed", "on a shelf", "in a ship")
 

@@ -15,7 +15,6 @@ from ramify.env.tasksets.splits import Split, assign_split, load_names
 
 WORDS_FILE = Path(__file__).with_suffix(".txt")
 SHORT_ONSETS, SHORT_VOWELS = "bdfgklmnprstvz", "aeiou"  # of names with four letters
-NUM_VILLAGES = 10
 
 
 @cache
@@ -171,6 +170,11 @@ def draw_names(rng: random.Random, split: Split) -> Iterator[str]:
         if name not in used and assign_split(name) == split:
             used.add(name)
             yield name
+
+
+# The easier kind: ten villages, each with its goods and its head.
+
+NUM_VILLAGES = 10
 
 
 @dataclass(frozen=True, slots=True)

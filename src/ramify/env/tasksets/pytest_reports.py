@@ -6,11 +6,10 @@ But tests and the code that they import share a process, and code that searches 
 `repair` shows how to do without such a process.
 """
 
-import contextlib
 import json
 import secrets
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -54,21 +53,20 @@ async def run_pytest(
     return parse_outcomes(reports.decode("utf-8", "replace"), nonce)
 
 
-def iter_reports(output: str, nonce: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of all lines with the nonce. Whatever else the lines are, it was not the program's."""
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            report = json.loads(line)
-            if isinstance(report, dict) and report.get("nonce") == nonce:
-                yield cast(dict[str, Any], report)
-
-
 def parse_outcomes(reports: str, nonce: str) -> dict[str, str]:
     """Return the outcomes of all lines with the nonce, by test id. A test with two different outcomes has failed."""
     outcomes: dict[str, str] = {}
-    for report in iter_reports(reports, nonce):
-        id, outcome = str(report.get("id")), str(report.get("outcome"))
-        outcomes[id] = outcome if outcomes.get(id, outcome) == outcome else "failed"
+    for line in reports.splitlines():
+        try:
+            report = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(report, dict):
+            continue
+        fields = cast(dict[str, Any], report)
+        if fields.get("nonce") == nonce:
+            id, outcome = str(fields.get("id")), str(fields.get("outcome"))
+            outcomes[id] = outcome if outcomes.get(id, outcome) == outcome else "failed"
     return outcomes
 
 

@@ -16,10 +16,6 @@ import ramify as rf
 from ramify.core.errors import ConfigInvalid
 
 NAMES_FILE = Path(__file__).with_name("names.txt")
-EVAL_SHARE = 0.2
-MAX_IDLE_DRAWS = 1000  # consecutive draws without a new task
-Split = Literal["train", "eval"]
-T = TypeVar("T")
 
 
 @cache
@@ -27,6 +23,9 @@ def load_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the bundled first names and last names."""
     first, last = (tuple(line.partition(":")[2].split()) for line in NAMES_FILE.read_text("utf-8").splitlines())
     return first, last
+
+
+# The check of ranges in the config of a taskset.
 
 
 class RangesConfig(rf.Config):
@@ -39,6 +38,13 @@ class RangesConfig(rf.Config):
             if min_key != max_key and (low := getattr(self, min_key, high)) > high:
                 raise ValueError(f"{min_key} is {low}, above {max_key}, which is {high}")
         return self
+
+
+EVAL_SHARE = 0.2
+MAX_IDLE_DRAWS = 1000  # consecutive draws without a new task
+
+Split = Literal["train", "eval"]
+T = TypeVar("T")
 
 
 def assign_split(text: str, eval_share: float = EVAL_SHARE) -> Split:

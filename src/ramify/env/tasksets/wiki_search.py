@@ -217,6 +217,9 @@ def normalize_answer(text: str) -> str:
     return " ".join(word for word in split_words(text) if word not in ("a", "an", "the"))
 
 
+# Your own articles and questions.
+
+
 def load_articles(path: Path) -> dict[str, str]:
     """Read articles by title from a directory of text files or a jsonl file."""
     if not path.exists():

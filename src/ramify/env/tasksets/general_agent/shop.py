@@ -18,8 +18,20 @@ from ramify.env.tasksets.general_agent.world import (
 
 CITIES = ("Oslo", "Lima", "Kyoto", "Cairo", "Porto", "Quito", "Turin", "Basel", "Accra", "Perth")
 PRODUCTS = (
-    *("lamp", "chair", "kettle", "mirror", "carpet", "basket", "hammer", "pillow", "ladder", "teapot", "clock"),
-    *("radio", "bench", "candle"),
+    "lamp",
+    "chair",
+    "kettle",
+    "mirror",
+    "carpet",
+    "basket",
+    "hammer",
+    "pillow",
+    "ladder",
+    "teapot",
+    "clock",
+    "radio",
+    "bench",
+    "candle",
 )
 
 

@@ -18,7 +18,16 @@ from ramify.env.tasksets.general_agent.world import (
 )
 
 SUBJECTS = (
-    *("printer", "login", "search", "report", "invoice", "calendar", "camera", "backup", "projector", "newsletter"),
+    "printer",
+    "login",
+    "search",
+    "report",
+    "invoice",
+    "calendar",
+    "camera",
+    "backup",
+    "projector",
+    "newsletter",
 )
 FAULTS = ("is slow", "does not start", "shows nothing", "asks twice", "is too loud", "forgets its settings")
 

@@ -16,13 +16,12 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
 import ramify as rf
 from ramify.core.errors import AgentFailed, ConfigInvalid, EnvironmentFault
-from ramify.env.tasksets.pytest_reports import iter_reports
 from ramify.env.tasksets.splits import assign_split
 
 RUNNER = Path(__file__).with_name("case_runner.py")
@@ -63,9 +62,16 @@ async def collect_results(
 def parse_reports(output: str, nonce: str) -> dict[str, list[dict[str, Any]]]:
     """Return the results of all lines with the nonce, by the id of their case."""
     results: dict[str, list[dict[str, Any]]] = {}
-    for report in iter_reports(output, nonce):
-        if isinstance(report.get("id"), str):
-            results.setdefault(report["id"], []).append(report.get("result", {}))
+    for line in output.splitlines():
+        try:
+            report = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(report, dict):
+            continue
+        fields = cast(dict[str, Any], report)
+        if fields.get("nonce") == nonce and isinstance(fields.get("id"), str):
+            results.setdefault(fields["id"], []).append(fields.get("result", {}))
     return results
 
 
