@@ -379,7 +379,7 @@ def _build_config(output: Path, shared: Path | None, **more: Any) -> RunConfig:
 def _build_leased_spec(local: Path) -> ProcessSpec:
     from ramify.launch.launcher import PlacementRequest
     from ramify.launch.supervised_process import ProcessSpec
-    from ramify.run.fencing.token import LeaseTerms
+    from ramify.run.fencing.lease import LeaseTerms
 
     return ProcessSpec("engine", ("true",), local / "engine.log", placement=PlacementRequest(lease=LeaseTerms(60.0)))
 

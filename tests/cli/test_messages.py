@@ -14,7 +14,7 @@ from ramify.cli.run_lookup import describe_resume
 from ramify.core.errors import RunBusy
 from ramify.run.store import RolloutRecord, RunStore
 from ramify.run.store.ledger import Ledger
-from ramify.run.store.locks import lock_run
+from ramify.run.supervisor_lock import lock_run
 from ramify.trace import Trace
 from tests.support.engine import ScriptedEngine, reverse_some, run_engine
 

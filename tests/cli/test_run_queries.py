@@ -26,8 +26,8 @@ from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 from ramify.run.store import RunStore, locks
 from ramify.run.store.group_state import DropReason
 from ramify.run.store.ledger import GroupRecord, Ledger
-from ramify.run.store.locks import lock_run
 from ramify.run.store.run_log import MetricPoint, RunLog
+from ramify.run.supervisor_lock import lock_run
 from ramify.trace.version import PolicyVersion
 from tests.support.processes import wait_until
 from tests.support.status import make_state, serve_status

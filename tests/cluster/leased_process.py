@@ -14,7 +14,7 @@ from pathlib import Path
 from ramify.launch.launcher import Place, PlacementRequest
 from ramify.launch.ray_launcher import RayLauncher
 from ramify.processes.log import ProcessLog
-from ramify.run.fencing.token import LeaseTerms, read_lease_clock
+from ramify.run.fencing.lease import LeaseTerms, read_lease_clock
 from tests.support.launchers import open_slot, start_code, wait_for_line
 
 BEATS = """

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from ramify.core.display import LiveDisplay, LogDisplay
-from ramify.launch.dashboard import RunContent, format_status_line, render_dashboard
+from ramify.launch.dashboard import RunContent, render_dashboard
+from ramify.launch.status_line import format_status_line
 from ramify.run.state import OrchestratorState, ProcessState, ProcessStatus, RunPhase, RunState, SupervisorState, Wait
 from tests.support.status import STATE
 

@@ -22,8 +22,8 @@ from ramify.orchestrate.run_config import RunConfig
 from ramify.run.state import RunPhase
 from ramify.run.store import RunStore, locks
 from ramify.run.store.environments import ObservedEnvironment, record_environments
-from ramify.run.store.locks import lock_run
 from ramify.run.store.run_log import RunLog
+from ramify.run.supervisor_lock import lock_run
 from ramify.train import weights_directory
 from tests.support.display import RecordingDisplay
 from tests.support.plans import plan_here

@@ -11,7 +11,8 @@ from ramify.launch.execution import read_earlier_processes
 from ramify.launch.launcher import PlacementRequest, ProcessRole, ProcessStart
 from ramify.launch.supervised_process import EarlierProcess
 from ramify.launch.supervisor import RunOutcome
-from ramify.run.fencing.token import FencingToken, LeaseTerms
+from ramify.run.fencing.lease import LeaseTerms
+from ramify.run.fencing.token import FencingToken
 from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 from tests.launch.test_supervisor import supervise, waits_for
 from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids

@@ -10,7 +10,8 @@ from ramify.launch.head import prepare_head
 from ramify.launch.launcher import PlacementRequest
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.supervised_process import EarlierProcess
-from ramify.run.fencing.token import FencingToken, LeaseTerms
+from ramify.run.fencing.lease import LeaseTerms
+from ramify.run.fencing.token import FencingToken
 from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 from ramify.run.store.head_replication import POLL_INTERVAL
 from tests.launch.test_head import make_config, train_step

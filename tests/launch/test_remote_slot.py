@@ -14,7 +14,7 @@ from ramify.launch.remote_slot import ExchangeRequest, NodeProcess
 from ramify.launch.supervisor import RunOutcome, Supervisor, SupervisorSettings
 from ramify.processes.exit import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
-from ramify.run.fencing.token import LeaseTerms, read_lease_clock
+from ramify.run.fencing.lease import LeaseTerms, read_lease_clock
 from ramify.run.state import ProcessState
 from tests.support.launchers import (
     PYTHON,

@@ -12,7 +12,7 @@ from ramify.core.errors import DeadlineExceeded, ProcessDied
 from ramify.processes.child import WATCHER_COMMAND, ChildProcess
 from ramify.processes.exit import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
-from ramify.run.fencing.token import read_lease_clock
+from ramify.run.fencing.lease import read_lease_clock
 from tests.support.processes import is_running, wait_until_ended
 
 pytestmark = pytest.mark.process

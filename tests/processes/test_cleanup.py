@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ramify.processes.program import MARKER_VARIABLE, _read_marker, kill_marked_processes
+from ramify.processes.cleanup import MARKER_VARIABLE, _read_marker, kill_marked_processes
 from tests.support.processes import is_running, wait_until
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
-from ramify.run.fencing.token import read_lease_clock
+from ramify.run.fencing.lease import read_lease_clock
 from tests.processes.test_child import PYTHON, STARTS_DAEMON
 from tests.support.processes import async_wait_until, is_running, wait_until_ended
 

@@ -18,7 +18,8 @@ import msgspec
 
 from ramify.core.errors import ProcessReplaced
 from ramify.run.fencing.head_log import HeadLog, LogPosition
-from ramify.run.fencing.token import FencingToken, LeaseHolder, LeaseTerms, RoleLeases, TokenGate, check_token
+from ramify.run.fencing.lease import LeaseHolder, LeaseTerms, RoleLeases
+from ramify.run.fencing.token import FencingToken, TokenGate, check_token
 
 TERMS = LeaseTerms(duration=10.0, max_drift=0.01, slack=3.0)
 KILL_DELAY = 2.0  # seconds in which a watcher kills a process tree; with the clocks' drift less than the slack

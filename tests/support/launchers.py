@@ -12,7 +12,8 @@ from ramify.launch.launcher import ClusterNode, Launcher, PlacementRequest, Proc
 from ramify.launch.local_launcher import LocalLauncher, LocalSlot
 from ramify.launch.remote_slot import ExchangeReply, ExchangeRequest, NodeProcess, RemoteSlot, RemoteSlotSettings
 from ramify.processes.log import ProcessLog
-from ramify.run.fencing.token import FencingToken, LeaseTerms, RoleLeases, read_lease_clock
+from ramify.run.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
+from ramify.run.fencing.token import FencingToken
 
 PYTHON = (sys.executable, "-S", "-c")
 TIMEOUT = 60.0  # seconds for one test

@@ -13,7 +13,8 @@ from ramify.run.store import Ledger, RunStore
 from ramify.trace import Message, ToolCall
 from ramify.view import run_summary
 from ramify.view.queries import MAX_NODES, RunQueries
-from ramify.view.rollout_index import RolloutFilter, RolloutIndex
+from ramify.view.rollout_filter import RolloutFilter
+from ramify.view.rollout_index import RolloutIndex
 from ramify.view.rollout_reader import list_messages
 from ramify.view.rollout_view import MAX_MESSAGE_CHARS
 from tests.support.sample_runs import (

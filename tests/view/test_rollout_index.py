@@ -13,7 +13,8 @@ from ramify.core.errors import StorageFailed
 from ramify.run.store import RunStore
 from ramify.view import rollout_index
 from ramify.view.queries import RunQueries
-from ramify.view.rollout_index import INDEX_FILE, RolloutFilter, RolloutIndex
+from ramify.view.rollout_filter import RolloutFilter
+from ramify.view.rollout_index import INDEX_FILE, RolloutIndex
 from tests.support.sample_runs import make_record, make_trace, write_eval_run, write_rl_run
 
 DEADLINE = 20.0  # seconds for the index

@@ -22,7 +22,7 @@ from ramify.core.config import CONFIG_FILE
 from ramify.core.console import make_console
 from ramify.core.errors import CheckpointRefused, ConfigInvalid, RamifyError, RunBusy
 from ramify.core.names import format_count
-from ramify.launch.dashboard import describe_last_state, format_status_line
+from ramify.launch.status_line import describe_last_state, format_status_line
 from ramify.processes.log import ProcessLog
 from ramify.run.lookup import find_run
 from ramify.run.reader import (

@@ -1,5 +1,7 @@
 from .chat_client import ChatClient as ChatClient
 from .chat_client import ChatClientConfig as ChatClientConfig
+from .context import RolloutAgent as RolloutAgent
+from .context import RolloutContext as RolloutContext
 from .data_config import DataColumnsConfig as DataColumnsConfig
 from .data_config import DataFilesConfig as DataFilesConfig
 from .data_files import read_prompt as read_prompt
@@ -11,8 +13,6 @@ from .decorators import stop as stop
 from .decorators import tool as tool
 from .decorators import turn_reward as turn_reward
 from .hook import Hook as Hook
-from .hook import RolloutAgent as RolloutAgent
-from .hook import RolloutContext as RolloutContext
 from .judges.judge import Judge as Judge
 from .mcp import McpServerConfig as McpServerConfig
 from .mcp import open_mcp_servers as open_mcp_servers

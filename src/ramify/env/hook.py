@@ -1,4 +1,4 @@
-"""The fields of a rollout, and calls of hooks with exactly those that their signatures name.
+"""Call a hook with exactly the arguments its signature names.
 
 A hook `def solved(self, task, trace)` gets the task and the trace, in whatever order it names them. A misspelled
 parameter must not surface in the middle of a run, so the signature is inspected once, when the `Hook` is created, and
@@ -10,25 +10,17 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
-import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from queue import Empty, SimpleQueue
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import find_similar
-from ramify.env.task import Task
-from ramify.infer.gateway.config import Endpoint
-from ramify.trace import Trace
-
-if TYPE_CHECKING:
-    from ramify.env.runtime import Runtime
+from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 
 CHECK_INTERVAL = 0.005  # seconds between two checks whether jobs wait for a busy thread
 IDLE_TIMEOUT = 5.0  # seconds that the last thread waits for a job before it exits
@@ -37,44 +29,6 @@ MAX_DETACHED_THREADS = 1024  # threads that may run cancelled jobs; further ones
 _threads_by_loop: "WeakKeyDictionary[asyncio.AbstractEventLoop, HookThreads]" = WeakKeyDictionary()
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutAgent:
-    """One of several agents of a rollout.
-
-    - `trace`: its trace; `trace.agent` is its name.
-    - `endpoint`: where it calls the policy.
-    """
-
-    trace: Trace
-    endpoint: Endpoint
-
-
-@dataclass(slots=True)
-class RolloutContext:
-    """One rollout as its hooks, tools and user see it. They name the fields they need as parameters.
-
-    - `task`: the task that the agent works on.
-    - `trace`: the trace recorded so far; `trace.info` takes values of the environment.
-    - `runtime`: runs programs and accesses files in the rollout's work directory; None outside of a rollout.
-    - `rng`: a generator seeded by the rollout; use it for all randomness.
-    - `state`: an empty namespace in which the hooks of a rollout share values.
-    - `endpoint`: the HTTP endpoint of the policy; None if the rollout has no gateway.
-    - `add_agent`: takes a name and returns a new `RolloutAgent`, with a trace and an endpoint of its own; None if the
-      rollout has no gateway. The first one has the rollout's own trace. Rewards and metrics run once for each agent.
-    """
-
-    task: Task
-    trace: Trace
-    runtime: "Runtime | None" = None
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
-    state: SimpleNamespace = field(default_factory=SimpleNamespace)
-    endpoint: Endpoint | None = None
-    add_agent: Callable[[str], RolloutAgent] | None = None
-
-
-CONTEXT_FIELDS = tuple(context_field.name for context_field in fields(RolloutContext))
 
 
 async def run_in_hook_thread(function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:

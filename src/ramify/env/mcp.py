@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from ramify.core.config import Config
 from ramify.core.errors import ConfigInvalid, SandboxError
-from ramify.env.hook import RolloutContext
+from ramify.env.context import RolloutContext
 from ramify.env.tools import ErrorText, Tool, ToolContent, ToolSet, ToolWithTimeout, to_content
 from ramify.infer.dialects.media import media_from_base64
 from ramify.trace import Media

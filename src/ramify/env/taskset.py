@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Literal
 
 from ramify.core.config import Config
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
+from ramify.env.context import CONTEXT_FIELDS, RolloutContext
 from ramify.env.decorators import HookKind, HookMark, get_mark
-from ramify.env.hook import CONTEXT_FIELDS, Hook, RolloutContext
+from ramify.env.hook import Hook
 from ramify.env.plugin import get_config_class
 from ramify.env.task import Task
 from ramify.env.tools import ToolSet

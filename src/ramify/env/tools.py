@@ -31,14 +31,8 @@ from ramify.core.errors import (
     SandboxError,
 )
 from ramify.core.names import find_duplicates, find_similar
-from ramify.env.hook import (
-    CONTEXT_FIELDS,
-    RolloutContext,
-    is_coroutine_function,
-    is_current_task_cancelled,
-    list_parameters,
-    run_in_hook_thread,
-)
+from ramify.env.context import CONTEXT_FIELDS, RolloutContext
+from ramify.env.hook import is_coroutine_function, is_current_task_cancelled, list_parameters, run_in_hook_thread
 from ramify.infer.dialects.media import MEDIA_ADVICE, read_data_url
 from ramify.infer.dialects.message_parser import MessageParser
 from ramify.infer.gateway.served_tools import ERROR_PREFIX, ToolResult

@@ -9,7 +9,8 @@ from typing import Any
 from ramify.core.config.schema import is_list, is_tuple
 from ramify.core.errors import ConfigInvalid, EnvironmentFault, RamifyError
 from ramify.env.chat_client import ChatClient, ChatClientConfig
-from ramify.env.hook import CONTEXT_FIELDS, Hook, RolloutContext
+from ramify.env.context import CONTEXT_FIELDS, RolloutContext
+from ramify.env.hook import Hook
 from ramify.infer.dialects.media import MEDIA_ADVICE, read_environment_url
 from ramify.infer.dialects.message_parser import MessageParser
 from ramify.infer.gateway.config import Endpoint

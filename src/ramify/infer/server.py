@@ -43,7 +43,8 @@ from ramify.infer.openai_api import create_chat_completion, create_completion
 from ramify.infer.request_bodies import GenerateBody
 from ramify.infer.streaming import build_error_body, get_status, submit_all
 from ramify.model.render import Renderer
-from ramify.processes.wire.http_server import BrowserGuard, HttpServer
+from ramify.processes.wire.browser_guard import BrowserGuard
+from ramify.processes.wire.http_server import HttpServer
 from ramify.trace import Trace, Usage, VersionSpan
 
 DIALECT_PATHS = ("/responses", "/conversations", "/messages")

@@ -1,12 +1,11 @@
-"""What a run shows of its progress: a live dashboard in a terminal, lines everywhere else.
+"""What the display of a run shows: a live dashboard in a terminal, lines everywhere else.
 
-All of it shows the state of the run. The orchestrator's part may be missing: a run that is starting has none yet.
+Both show the state of the run. The orchestrator's part may be missing: a run that is starting has no orchestrator yet.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -15,7 +14,14 @@ from rich.text import Text
 
 from ramify.core.display import Display, make_grid
 from ramify.core.names import format_duration
-from ramify.rollout.evals.stats import format_score
+from ramify.launch.status_line import (
+    format_number,
+    format_optional_score,
+    format_ratio,
+    format_status_line,
+    get_reward_label,
+    list_latest_eval_means,
+)
 from ramify.run.state import FailureEvent, OrchestratorState, ProcessState, ProcessStatus, RunState
 
 REFRESH_INTERVAL = 0.5  # seconds between refreshes
@@ -25,58 +31,6 @@ SPARKLINE_CHARS = "▁▂▃▄▅▆▇█"
 BAR_WIDTH = 40  # of the progress bar and the reward curve
 STALENESS_FORMATS = {"mean": ".1f", "max": ".0f"}
 RunDisplay = Display[RunState]
-
-
-def format_status_line(status: OrchestratorState) -> str:
-    """Format the progress of a run as one line of `name=value` fields."""
-    fields = {
-        "step": f"{status.step}/{status.max_steps}",
-        "state": status.state,
-        get_reward_label(status): format_optional_score(status.reward),
-        "rollouts_per_s": format_number(status.rollouts_per_s, ".1f"),
-        "tokens_per_s": format_number(status.tokens_per_s, ".0f"),
-        "staleness": format_number(status.staleness.get("mean"), ".1f"),
-        "trainable": format_ratio(status.trainable),
-        "left": "unknown" if status.eta_s is None else format_duration(status.eta_s),
-    }
-    evals = {name: format_optional_score(value) for name, value in list_latest_eval_means(status)}
-    counts = ",".join(f"{name}:{count}" for name, count in status.failures.items())
-    failures = {"failed": counts} if counts else {}
-    return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in {**fields, **evals, **failures}.items())
-
-
-def describe_last_state(path: Path) -> str:
-    """Describe the last state that the orchestrator of the run at `path` has written, and its age."""
-    status = OrchestratorState.read(path)
-    if status is None:
-        return f"{path} has no {OrchestratorState.FILE}; its last state is unknown"
-    return f"last state, {status.age:.0f} s ago: {format_status_line(status)}"
-
-
-def get_reward_label(status: OrchestratorState) -> str:
-    """Return the name of the mean reward: the teacher's, if one samples all rollouts."""
-    return "reward(teacher)" if status.is_teacher_reward else "reward"
-
-
-def list_latest_eval_means(status: OrchestratorState) -> list[tuple[str, float]]:
-    """Return the latest mean reward of each eval, by name."""
-    means = {name: metric.value for name, metric in status.evals.items() if name.endswith("/avg")}
-    return [(name.removesuffix("/avg"), value) for name, value in means.items() if value is not None]
-
-
-def format_number(value: float | None, format_spec: str) -> str:
-    """Format a number that may not be known yet."""
-    return "none yet" if value is None else f"{value:{format_spec}}"
-
-
-def format_optional_score(value: float | None) -> str:
-    """Format a reward that may not be known yet."""
-    return "none yet" if value is None else format_score(value)
-
-
-def format_ratio(pair: tuple[int, int] | None) -> str:
-    """Format two counts that may not be known yet."""
-    return "none yet" if pair is None else f"{pair[0]}/{pair[1]}"
 
 
 class RunContent:

@@ -43,8 +43,8 @@ from ramify.run.state import OrchestratorState, ProcessState, ProcessStatus, Run
 from ramify.run.store import RunStore, storage_call
 from ramify.run.store.head_replication import POLL_INTERVAL
 from ramify.run.store.index import DATABASE_NAME
-from ramify.run.store.locks import lock_run
 from ramify.run.store.run_log import RunLog, read_metrics_by_step
+from ramify.run.supervisor_lock import lock_run
 
 LEASES_DIR = "leases"  # in the shared directory
 EXITED_STATES = (ProcessState.WAITING, ProcessState.ENDED)  # of processes that do not run

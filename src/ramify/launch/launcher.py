@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ramify.processes.log import ProcessLog
-from ramify.run.fencing.token import LeaseTerms, RoleLeases
+from ramify.run.fencing.lease import LeaseTerms, RoleLeases
 
 ASSUMED_GPU_BYTES = 80 << 30  # memory of a GPU of unknown size
 

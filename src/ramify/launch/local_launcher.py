@@ -17,7 +17,7 @@ from ramify.processes.child import STOP_TIMEOUT, ChildProcess
 from ramify.processes.log import ProcessLog
 from ramify.processes.prefork import PreforkClient, get_import_env, start_prefork_server
 from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE, PortReservation
-from ramify.run.fencing.token import RoleLeases
+from ramify.run.fencing.lease import RoleLeases
 from ramify.run.store import storage_call
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"

@@ -27,7 +27,6 @@ from ramify.infer.config import (
     VLLMConfig,
 )
 from ramify.launch.capacity import find_long_path_warning, list_gpu_notes, place_run, plan_sizes
-from ramify.launch.dashboard import describe_last_state
 from ramify.launch.demands import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
 from ramify.launch.launcher import ClusterNode, PlacementRequest, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
@@ -44,6 +43,7 @@ from ramify.launch.process_configs import (
 )
 from ramify.launch.published_weights import choose_transport, describe_weights, is_beside_trainer, link_newest_weights
 from ramify.launch.run_checks import describe_step_size, list_model_notes, list_start_notes
+from ramify.launch.status_line import describe_last_state
 from ramify.orchestrate.address_book import INFERENCE_KEY, MODEL_PREFIX
 from ramify.orchestrate.cluster_config import ClusterConfig
 from ramify.orchestrate.run_config import RunConfig
@@ -52,7 +52,7 @@ from ramify.processes.training_lock import RESERVED_MEMORY_VARIABLE, TRAINING_LO
 from ramify.processes.wire.address import is_local
 from ramify.processes.wire.listener import RESERVED_PORTS_VARIABLE, PortReservation
 from ramify.rollout.envserver.config import ElasticPoolConfig, EnvServerConfig, ServedSourceConfig
-from ramify.run.fencing.token import LeaseTerms
+from ramify.run.fencing.lease import LeaseTerms
 from ramify.train.config import TrainerProcessConfig
 from ramify.train.memory import ModelSize
 

@@ -17,7 +17,7 @@ from ramify.launch.plugin_check import check_plugin_tables, check_sft_evals
 from ramify.launch.run_checks import check_run, list_start_notes
 from ramify.launch.sft_evals import RolloutEvals
 from ramify.orchestrate.run_config import RunConfig
-from ramify.run.store.locks import lock_run
+from ramify.run.supervisor_lock import lock_run
 from ramify.train.sft.config import SftConfig
 
 if TYPE_CHECKING:

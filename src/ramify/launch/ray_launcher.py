@@ -29,7 +29,7 @@ from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.placement import format_room
 from ramify.launch.remote_slot import ExchangeReply, ExchangeRequest, NodeProcess, RemoteSlot, SlotAddress
 from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
-from ramify.run.fencing.token import LeaseTerms, RoleLeases
+from ramify.run.fencing.lease import LeaseTerms, RoleLeases
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"  # Ray uses its value for the address `auto`
 TCP_TIMEOUT = 5.0  # seconds to open a TCP connection

@@ -30,7 +30,7 @@ from ramify.processes.child import KILL_TIMEOUT, STOP_TIMEOUT
 from ramify.processes.exit import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from ramify.processes.wire.listener import PortReservation
-from ramify.run.fencing.token import LeaseHolder, LeaseTerms, RoleLeases, read_lease_clock
+from ramify.run.fencing.lease import LeaseHolder, LeaseTerms, RoleLeases, read_lease_clock
 from ramify.run.store import storage_call
 
 MAX_LOG_BYTES = 64 * 1024  # of output in a reply: small replies are sent directly, not through a store of objects

@@ -32,9 +32,9 @@ from ramify.orchestrate.run_config import START_REFERENCE, RunConfig, uses_model
 from ramify.processes.wire.address import check_bind_address
 from ramify.rollout.runtime.bwrap import describe_fallback
 from ramify.run.store import RunStore
-from ramify.run.store.locks import lock_run
 from ramify.run.store.run_directory import check_identity
 from ramify.run.store.run_store import DATABASE_NAME
+from ramify.run.supervisor_lock import lock_run
 from ramify.train.weights_directory import WEIGHTS_DIR
 
 

@@ -22,7 +22,8 @@ from ramify.launch.launcher import Launcher, ProcessRole, ProcessSlot, ProcessSp
 from ramify.processes.child import wait_until_ready
 from ramify.processes.log import ProcessLog
 from ramify.processes.wire.address import is_listening
-from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken, RoleLeases, read_lease_clock
+from ramify.run.fencing.lease import RoleLeases, read_lease_clock
+from ramify.run.fencing.token import GANG_TOKEN_VARIABLE, FencingToken
 from ramify.run.state import ProcessState
 
 RESTART_WINDOW = 3600.0  # seconds for which a restart counts

@@ -42,7 +42,8 @@ from ramify.launch.supervised_process import (
 from ramify.orchestrate.run_config import EXIT_RESUMABLE
 from ramify.processes.child import STOP_TIMEOUT
 from ramify.processes.exit import describe_exit, is_signal_exit
-from ramify.run.fencing.token import FencingToken, LeaseTerms, RoleLeases, read_lease_clock
+from ramify.run.fencing.lease import LeaseTerms, RoleLeases, read_lease_clock
+from ramify.run.fencing.token import FencingToken
 from ramify.run.reader import get_process_state
 from ramify.run.state import ProcessState, ProcessStatus
 

@@ -25,8 +25,9 @@ from ramify.infer.config import (
 )
 from ramify.model.render.config import RendererConfig, TemplateRendererConfig
 from ramify.orchestrate.admission import AdmissionLimits
-from ramify.orchestrate.cluster_config import ClusterConfig, EnginePlacementConfig, LaunchConfig
+from ramify.orchestrate.cluster_config import ClusterConfig, EnginePlacementConfig
 from ramify.orchestrate.curriculum import DifficultyConfig, ShuffleConfig
+from ramify.orchestrate.launch_config import LaunchConfig
 from ramify.rollout.config import SharedSourceSettings, check_source_names
 from ramify.rollout.envserver.config import ElasticPoolConfig, ServedSourceConfig
 from ramify.rollout.evals.config import EndpointConfig, EvalSourceConfig

@@ -19,7 +19,8 @@ from starlette.routing import Route
 from ramify.core.names import format_count
 from ramify.core.watchdog import WATCHDOG
 from ramify.orchestrate.components import RunComponents
-from ramify.processes.wire.http_server import BrowserGuard, HttpServer
+from ramify.processes.wire.browser_guard import BrowserGuard
+from ramify.processes.wire.http_server import HttpServer
 from ramify.processes.wire.server_pool import ServerState
 from ramify.run.state import OrchestratorState, RunPhase, Wait
 from ramify.run.store.group_state import GroupState

@@ -173,7 +173,7 @@ def _kill_orphans() -> None:
                 pass
         except ChildProcessError:
             return
-        from ramify.processes.program import kill_descendants  # most commands leave none: the watcher stays small
+        from ramify.processes.cleanup import kill_descendants
 
         kill_descendants(spared_name=WATCHER_NAME if elapsed < CLEANUP_TIMEOUT else None)
         time.sleep(POLL_INTERVAL)

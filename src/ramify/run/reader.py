@@ -16,9 +16,10 @@ import psutil
 from ramify.core.errors import ConfigInvalid, ProviderError
 from ramify.run.state import OrchestratorState, ProcessState, RunState, SupervisorState
 from ramify.run.store import RunStore
-from ramify.run.store.locks import LockHolder, find_supervisor, find_writer
+from ramify.run.store.locks import find_writer
 from ramify.run.store.run_log import MetricPoint, RunLog
 from ramify.run.store.run_store import LOCK_NAME
+from ramify.run.supervisor_lock import LockHolder, find_supervisor
 
 DEFAULT_TIMEOUT = 5.0  # seconds for a response
 FRESH_STATE = 60.0  # seconds between this machine's clock and the last state of a run that runs on another one

@@ -17,7 +17,7 @@ import msgspec
 from ramify.core.errors import ConfigInvalid
 from ramify.core.files import replace_file
 from ramify.view.queries import RunQueries
-from ramify.view.rollout_index import RolloutFilter
+from ramify.view.rollout_filter import RolloutFilter
 from ramify.view.server import STATIC_DIR
 
 NUM_WORST, NUM_BEST = 6, 2  # rollouts of a file for which none is named

@@ -15,7 +15,8 @@ from ramify.run.store.image_store import elide_data_urls
 from ramify.trace import Trace
 from ramify.trace.json_view import to_dict
 from ramify.train.token_stats import TokenStats
-from ramify.view.rollout_index import SORT_COLUMNS, RolloutFilter, RolloutIndex
+from ramify.view.rollout_filter import RolloutFilter
+from ramify.view.rollout_index import SORT_COLUMNS, RolloutIndex
 from ramify.view.rollout_reader import (
     add_scores,
     add_training,

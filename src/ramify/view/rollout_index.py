@@ -13,7 +13,6 @@ import sqlite3
 import tempfile
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from ramify.run.store.index import is_corruption_error
 from ramify.run.store.run_store import make_readonly_uri
 from ramify.run.store.run_writer import wrap_storage_errors
 from ramify.trace import Timing, Trace
+from ramify.view.rollout_filter import RolloutFilter, build_condition
 from ramify.view.run_summary import open_last_commit
 
 INDEX_FILE = "view.sqlite"
@@ -35,6 +35,7 @@ TEXTS_PER_COMMIT = 200
 ROWS_PER_COMMIT = 5000
 ALMOST_ALL = 0.99  # the fraction of a run whose last rollouts are not indexed yet
 BUSY_TIMEOUT = 10.0  # seconds to wait for another viewer that updates the same index
+
 TABLES = (
     """CREATE TABLE rows (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, source TEXT NOT NULL, task TEXT NOT NULL,
@@ -52,52 +53,8 @@ ROW_COLUMNS = (
 )
 SORT_COLUMNS = {"reward": "reward", "tokens": "tokens", "seconds": "seconds", "calls": "calls", "newest": "number"}
 FACETS = ("source", "stop", "errors")
+
 RowMarks = tuple[int, int, int]  # segment and end of the last indexed frame, number of the last row
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutFilter:
-    """Which rollouts to list. `error` is the name of a failure or an error; "any" is every rollout with one.
-
-    `state` is a state of the ledger, such as `dropped`; `text` are words that all occur in the messages.
-    """
-
-    source: str | None = None
-    step: int | None = None
-    group: int | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-    stop: str | None = None
-    error: str | None = None
-    state: str | None = None
-    text: str | None = None
-
-
-def build_condition(rollout_filter: RolloutFilter) -> tuple[str, list[Any]]:
-    """Return the SQL condition of a filter for the tables of the index, and its values."""
-    conditions: list[tuple[str, Any]] = [
-        ("source = ?", rollout_filter.source),
-        ("group_number IN (SELECT number FROM run.groups WHERE step = ?)", rollout_filter.step),
-        ("group_number = ?", rollout_filter.group),
-        ("reward >= ?", rollout_filter.min_reward),
-        ("reward <= ?", rollout_filter.max_reward),
-        ("stop = ?", rollout_filter.stop),
-        ("group_number IN (SELECT number FROM run.groups WHERE state = ?)", rollout_filter.state),
-        ("number IN (SELECT rowid FROM texts WHERE texts MATCH ?)", _build_match(rollout_filter.text)),
-    ]
-    conditions = [(sql, value) for sql, value in conditions if value is not None]
-    if rollout_filter.error == "any":
-        conditions.append(("errors != ?", ""))
-    elif rollout_filter.error:
-        conditions.append(("instr(' ' || errors || ' ', ?)", f" {rollout_filter.error} "))
-    return " AND ".join(sql for sql, _ in conditions) or "1", [value for _, value in conditions]
-
-
-def _build_match(text: str | None) -> str | None:
-    """Return a full-text query for all words of a text; the last one may be the beginning of a word."""
-    text = (text or "").replace("\0", " ")  # where SQLite would end the text
-    words = [word.replace('"', '""') for word in text.split()]
-    return " ".join(f'"{word}"' for word in words) + "*" if words else None
 
 
 class _Summary(msgspec.Struct):

@@ -30,9 +30,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, RamifyError, RunDamaged
-from ramify.processes.wire.http_server import BrowserGuard, HttpServer
+from ramify.processes.wire.browser_guard import BrowserGuard
+from ramify.processes.wire.http_server import HttpServer
 from ramify.view.queries import RunQueries
-from ramify.view.rollout_index import RolloutFilter
+from ramify.view.rollout_filter import RolloutFilter
 
 # Who may read the page: it shows what models wrote and how a run is configured.
 #

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import ramify as rf
-from ramify.cli.replay import load_environment, rescore
 from ramify.core.config import write_toml
 from ramify.rollout.evals import EvalConfig
+from ramify.rollout.evals.replay import load_environment, rescore
 from ramify.run.store import RunStore
 from tests.rollout.evals import environments
 from tests.support.engine import Exchange, ScriptedEngine, hang, run_engine

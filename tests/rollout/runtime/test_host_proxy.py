@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from ramify.rollout.runtime.port_forward import HostProxy, is_allowed, parse_head
+from ramify.rollout.runtime.host_proxy import HostProxy, is_allowed, parse_head
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import pytest
 
 from ramify.core.errors import ProcessReplaced
-from ramify.run.fencing.token import FencingToken, LeaseHolder, LeaseTerms, RoleLeases
+from ramify.run.fencing.lease import LeaseHolder, LeaseTerms, RoleLeases
+from ramify.run.fencing.token import FencingToken
 
 TERMS = LeaseTerms(duration=10.0, max_drift=0.01, slack=2.0)
 FIRST, SECOND = FencingToken(0, 0), FencingToken(0, 1)

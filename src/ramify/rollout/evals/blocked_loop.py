@@ -26,8 +26,8 @@ from typing import NoReturn, Self
 from ramify.core.errors import ProcessDied
 from ramify.core.terminal import escape_controls
 from ramify.core.watchdog import EXIT_FAILED, WATCHDOG, print_unlocked
+from ramify.processes.cleanup import kill_descendants
 from ramify.processes.exit import SIGNAL_EXIT_OFFSET, describe_exit
-from ramify.processes.program import kill_descendants
 from ramify.processes.watcher import die_with_parent
 from ramify.processes.wire import LoopMonitor
 

@@ -30,14 +30,7 @@ from ramify.infer.config import expand_run_models
 from ramify.rollout import Environment, score_group
 from ramify.rollout.evals.blocked_loop import LoopWatchdog
 from ramify.rollout.evals.config import EvalConfig
-from ramify.rollout.evals.plan import (
-    PlannedRollout,
-    RolloutRunner,
-    compute_task_digest,
-    find_missing,
-    load_plan,
-    open_rollout_runner,
-)
+from ramify.rollout.evals.plan import PlannedRollout, compute_task_digest, find_missing, load_plan
 from ramify.rollout.evals.policy_client import (
     EngineProcess,
     check_server,
@@ -54,6 +47,7 @@ from ramify.rollout.evals.progress import (
     flatten_row,
     group_rewards_by_task,
 )
+from ramify.rollout.evals.rollout_runner import RolloutRunner, open_rollout_runner
 from ramify.rollout.evals.stats import Estimate, clustered_mean, reward_bounds
 from ramify.run.lookup import default_run_name
 from ramify.run.store import RolloutRecord, RunStore, open_run, storage_call

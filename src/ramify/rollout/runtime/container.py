@@ -44,8 +44,9 @@ from ramify.rollout.runtime.container_engine import (
     wait_for_start,
 )
 from ramify.rollout.runtime.container_socket import open_listener
+from ramify.rollout.runtime.host_proxy import HostProxy, build_proxy_variables
 from ramify.rollout.runtime.owner import get_machine_id, make_owner_name, remove_leftovers
-from ramify.rollout.runtime.port_forward import HostProxy, PortForward, build_proxy_variables
+from ramify.rollout.runtime.port_forward import PortForward
 from ramify.rollout.runtime.shell_process import KillFunction, ShellProcess
 from ramify.rollout.runtime.shell_runtime import WORKDIR_SCRIPT, ShellRuntime, replace_address
 

@@ -24,7 +24,7 @@ from typing import ParamSpec, TypeVar
 from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env.runtime import Capabilities, Capability, CommandLine, ResourceLimits, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
-from ramify.processes.program import MARKER_VARIABLE, kill_marked_processes, kill_process_group
+from ramify.processes.cleanup import MARKER_VARIABLE, kill_marked_processes, kill_process_group
 from ramify.rollout.runtime.cgroup import Cgroup, find_leftover_groups, find_limit_capabilities
 from ramify.rollout.runtime.config import LocalRuntimeConfig
 from ramify.rollout.runtime.owner import Leftover, is_owner_alive, make_owner_name, remove_leftovers

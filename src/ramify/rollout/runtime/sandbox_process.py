@@ -19,7 +19,7 @@ import msgspec
 
 from ramify.core.errors import AgentFailed, RamifyError, SandboxError
 from ramify.env.runtime import ExecResult
-from ramify.processes.program import MARKER_VARIABLE
+from ramify.processes.cleanup import MARKER_VARIABLE
 from ramify.rollout.runtime.piped_process import PipedProcess
 
 MAX_MESSAGE_BYTES = 1 << 16

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from ramify.core.errors import SandboxError
 from ramify.env.runtime import TIMEOUT_EXIT_CODE, ExecResult, RuntimeProcess
-from ramify.processes.program import MARKER_VARIABLE
+from ramify.processes.cleanup import MARKER_VARIABLE
 from ramify.rollout.runtime.piped_process import BoundedOutput
 
 # Records inside the output of a program. A record is one line: the random marker of the program, then words.
