@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import ramify as rf
-from ramify.cli.show import render_trace_tree
+from ramify.cli.trace_tree import render_trace_tree
 from ramify.core.errors import ConfigInvalid
 from ramify.infer.gateway import Gateway
 from ramify.orchestrate.algorithms import get_trainable_nodes

@@ -7,7 +7,7 @@ import sys
 
 from ramify.cli.arguments import ConfigCall
 from ramify.cli.run_lookup import describe_resume
-from ramify.cli.show import render_trace_tree
+from ramify.cli.trace_tree import render_trace_tree
 from ramify.core.config import dry_run
 from ramify.core.console import make_console
 from ramify.core.display import choose_display

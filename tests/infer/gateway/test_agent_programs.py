@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ramify.cli.show import render_trace_tree
+from ramify.cli.trace_tree import render_trace_tree
 from ramify.trace import decode_trace, encode_trace
 from tests.support.engine import TINY, check_tokens
 from tests.support.renderers import renderer

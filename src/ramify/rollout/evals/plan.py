@@ -21,7 +21,7 @@ from ramify.infer.dialects.message_parser import MessageParser
 from ramify.processes.wire.loop_monitor import format_thread_stack
 from ramify.rollout import Environment
 from ramify.rollout.evals.config import EvalConfig
-from ramify.rollout.evals.progress import make_rollout_id
+from ramify.rollout.evals.rows import make_rollout_id
 from ramify.run.store import RolloutRecord
 from ramify.trace import Media
 

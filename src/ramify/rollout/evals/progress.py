@@ -1,14 +1,10 @@
-"""The rows of finished rollouts, the progress of an eval, and how a log or a terminal shows it.
-
-The loop that runs the eval updates the progress; displays only read it.
-"""
+"""The progress of an eval, which the loop that runs it updates, and how a log or a terminal shows it."""
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -16,17 +12,14 @@ from rich.text import Text
 
 from ramify.core.display import Display, make_grid
 from ramify.core.names import format_duration
-from ramify.rollout import Environment, find_system_failure
+from ramify.rollout.evals.rows import total_seconds
 from ramify.rollout.evals.stats import Estimate, clustered_mean, mean_by_name
 from ramify.run.store import RolloutRecord
-from ramify.run.store.summary import REVISION_KEY, summarize_rollout
-from ramify.trace import Timing, Trace
 
 NUM_SLOWEST = 5
 REFRESH_INTERVAL = 0.25  # seconds
 LOG_INTERVAL = 5.0  # seconds between log lines
 MAX_RUNNING_SHOWN = 12
-PHASES = Timing.__struct_fields__
 
 
 @dataclass(slots=True)
@@ -221,46 +214,3 @@ def format_estimate(estimate: Estimate | None) -> str:
     if estimate is None:
         return "none"
     return f"{estimate.mean:.3f}" if estimate.stderr is None else f"{estimate.mean:.3f}±{estimate.stderr:.3f}"
-
-
-def make_rollout_id(task_key: str, repetition: int) -> str:
-    """Return a rollout's id. It is the same on every start, so a rerun replaces the stored rollout."""
-    return f"{task_key}.{repetition}"
-
-
-def build_row(
-    environment: Environment, task_key: str, repetition: int, traces: Sequence[Trace], revision: int
-) -> RolloutRecord:
-    """Return the index row of a rollout, with the first agent's reward."""
-    failure = next(filter(None, (find_system_failure(environment, trace) for trace in traces)), None)
-    return RolloutRecord(
-        id=make_rollout_id(task_key, repetition),
-        task=task_key,
-        repetition=repetition,
-        reward=traces[0].reward,
-        failure=None if failure is None else failure.name,
-        summary={**summarize_rollout(traces, failure), REVISION_KEY: revision},
-    )
-
-
-def total_seconds(row: RolloutRecord) -> float:
-    """Return the seconds of all phases. `harness` includes `model` and `stalled`, so these are not added."""
-    timing = row.summary.get("timing", {})
-    return sum(float(timing.get(phase, 0.0)) for phase in PHASES if phase not in ("model", "stalled"))
-
-
-def flatten_row(row: RolloutRecord) -> dict[str, Any]:
-    """Return a rollout as columns: rewards and metrics by name, counts and times."""
-    summary = row.summary
-    counts = {name: summary.get(name) for name in ("stop", "truncated", "calls", "input", "output")}
-    return {
-        "id": row.id,
-        "task": row.task,
-        "repetition": row.repetition,
-        "reward": row.reward,
-        "failure": row.failure,
-        **{f"reward/{name}": value for name, value in summary.get("rewards", {}).items()},
-        **{f"metric/{name}": value for name, value in summary.get("metrics", {}).items()},
-        **counts,
-        "seconds": total_seconds(row),
-    }

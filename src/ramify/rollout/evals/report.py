@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ramify.core.names import format_duration
-from ramify.rollout.evals.progress import PHASES, count_errors, count_tokens, group_rewards_by_task, total_seconds
+from ramify.rollout.evals.progress import count_errors, count_tokens, group_rewards_by_task
+from ramify.rollout.evals.rows import PHASES, total_seconds
 from ramify.rollout.evals.stats import (
     Estimate,
     choose_ks,

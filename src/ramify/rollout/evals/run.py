@@ -43,11 +43,10 @@ from ramify.rollout.evals.progress import (
     EvalContent,
     EvalDisplay,
     EvalProgress,
-    build_row,
-    flatten_row,
     group_rewards_by_task,
 )
 from ramify.rollout.evals.rollout_runner import RolloutRunner, open_rollout_runner
+from ramify.rollout.evals.rows import build_row, flatten_row
 from ramify.rollout.evals.stats import Estimate, clustered_mean, reward_bounds
 from ramify.run.lookup import default_run_name
 from ramify.run.store import RolloutRecord, RunStore, open_run, storage_call

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from ramify.cli.show import render_trace_tree
+from ramify.cli.trace_tree import render_trace_tree
 from ramify.core.console import make_console
 from ramify.core.errors import EnvironmentFault, Failure
 from ramify.run.store.image_store import ImageStore
