@@ -495,7 +495,7 @@ Keys, the same as for `ramify rl`:""",
     ),
     "runtime": CliCommand(
         "list what each runtime can enforce on this machine, or clean up after killed runs",
-        "ramify.cli.doctor:run_runtime_action",
+        "ramify.cli.runtime:run",
         (
             option(
                 "action",

@@ -3,8 +3,6 @@
 A missing component is not a failure, because all of them are optional. So the exit code is 0, and the report says what
 each component is needed for. No heavy library is imported: versions come from package metadata, and torch, whose import
 takes seconds and may crash, is probed in a subprocess.
-
-`ramify runtime list` prints what runtimes enforce here, and `ramify runtime clean` removes what killed processes left.
 """
 
 import json
@@ -26,10 +24,6 @@ from rich.text import Text
 
 from ramify import __version__
 from ramify.core.console import PipeConsole
-from ramify.core.errors import ConfigInvalid, RamifyError
-from ramify.env import Task, plugin
-from ramify.env.plugin import PLUGIN_KINDS
-from ramify.env.runtime import Capability, Runtime
 from ramify.launch.machine import count_usable_cores, get_usable_memory, read_cgroup_limits
 from ramify.model.resolve import fetch_config
 from ramify.processes.program import run_program
@@ -236,43 +230,3 @@ def check_sandbox() -> list[CheckResult]:
 
 def _format_gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def run_runtime_action(options: Namespace) -> int:
-    """List the runtimes, or remove what earlier runs left behind."""
-    return _clean_runtimes(options.id) if options.action == "clean" else _list_runtimes(options.id)
-
-
-def _list_runtimes(ids: Sequence[str]) -> int:
-    for runtime_id in ids or _get_runtime_ids():
-        print(runtime_id)
-        try:
-            runtime: Runtime = plugin.build_plugin("runtime", {"id": runtime_id})
-            runtime.check_task(Task())
-            print("  usable: yes")
-        except ConfigInvalid as error:
-            print(f"  usable: no: {error.message}")
-            continue
-        for capability in Capability:
-            has_it = capability in runtime.capabilities.available
-            print(f"  {capability}: {'yes' if has_it else 'no: ' + runtime.capabilities.reasons.get(capability, '')}")
-    return 0
-
-
-def _clean_runtimes(ids: Sequence[str]) -> int:
-    num_removed, failed = 0, False
-    runtimes: list[Runtime] = [plugin.build_plugin("runtime", {"id": id}) for id in ids or _get_runtime_ids()]
-    for runtime in runtimes:
-        try:
-            for line in runtime.clean(runtime.config):
-                print(f"removed {line}")
-                num_removed += 1
-        except RamifyError as error:  # the others are cleaned all the same
-            print(f"{runtime.config.id}: {error.message}", file=sys.stderr)
-            failed = True
-    print(f"removed {num_removed} {'thing' if num_removed == 1 else 'things'} that ended processes had left")
-    return 1 if failed else 0
-
-
-def _get_runtime_ids() -> list[str]:
-    return sorted(PLUGIN_KINDS["runtime"].builtin_paths)
