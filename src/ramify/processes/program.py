@@ -17,6 +17,8 @@ class ProgramResult(NamedTuple):
 
     ok: bool
     text: str
+    returncode: int | None = None  # None if it was not started or timed out
+    stderr: str = ""
 
 
 def run_program(command: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None) -> ProgramResult:
@@ -43,7 +45,8 @@ def run_program(command: Sequence[str], *, timeout: float, env: Mapping[str, str
     if process.returncode == 0:
         return ProgramResult(True, stdout.strip())
     lines = (stderr.strip() or stdout.strip()).splitlines()
-    return ProgramResult(False, lines[-1] if lines else f"exit code {process.returncode}")
+    text = lines[-1] if lines else f"exit code {process.returncode}"
+    return ProgramResult(False, text, process.returncode, stderr.strip())
 
 
 def _kill_session(process: subprocess.Popen[str]) -> None:

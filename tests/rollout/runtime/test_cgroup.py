@@ -60,6 +60,13 @@ def test_group_without_the_file_of_a_limit_is_refused_by_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_group_whose_files_cannot_be_examined_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setitem(cgroup.LIMIT_FILES, "cpu", ("c" * 300,))  # an error, also for root
+    problem = cgroup._find_group_problem(tmp_path, "cpu")
+    assert problem == f"control groups in {tmp_path} cannot be read: File name too long"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_limit_whose_file_is_missing_is_not_ignored(tmp_path):
     group = cgroup.Cgroup(cgroup.CgroupParents({"pids": tmp_path}, {}))
     (group._directories["pids"] / "pids.max").mkdir()  # cannot be written, as a missing file of the kernel

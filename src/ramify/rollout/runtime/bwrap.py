@@ -164,7 +164,9 @@ def find_unsupported_reason() -> str | None:
     probe = run_program([executable, *options], timeout=PROBE_TIMEOUT, env={})
     if probe.ok:
         return None
-    message = probe.text
+    if probe.returncode is None:
+        return f"bwrap cannot be run: {probe.text}"
+    message = probe.stderr
     if "nknown option" in message:
         return f"bubblewrap is too old, version 0.8 or newer is needed: {message}"
     if "amespace" in message or "ermission denied" in message or "not permitted" in message:

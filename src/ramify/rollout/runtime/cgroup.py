@@ -298,7 +298,9 @@ def _find_group_problem(place: Path, controller: str) -> str | None:
             return f"control groups in {place} have no file {' or '.join(names)}"
         probe = run_program(build_join_command([directory], ["true"]), timeout=PROBE_TIMEOUT)
         if not probe.ok:
-            return f"no process can join a control group in {place}: {probe.text}"
+            return f"no process can join a control group in {place}: {probe.stderr or probe.text}"
+    except OSError as error:
+        return f"control groups in {place} cannot be read: {error.strerror}"
     finally:
         with contextlib.suppress(SandboxError):
             remove_group(directory)

@@ -43,7 +43,7 @@ class Ledger:
     """The ledger's tables in `store`. A method that changes them returns when the change is durable.
 
     A group is identified by its number, an attempt by its group's number and its index in the group. A change that the
-    state machine of `ramify.run.store.ledger_tables` does not allow raises OperationInvalid and leaves the ledger
+    state machine of `ramify.run.store.group_state` does not allow raises OperationInvalid and leaves the ledger
     unchanged.
     """
 
