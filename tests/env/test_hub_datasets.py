@@ -10,7 +10,7 @@ import pytest
 from ramify.core.errors import ConfigInvalid
 from ramify.core.hub import HubRepo
 from ramify.env.data_config import DataFilesConfig
-from ramify.env.data_files import read_rows
+from ramify.env.data_rows import read_rows
 from ramify.env.data_selection import fetch_dataset, find_cached_commit, pin_dataset
 from tests.support.hub import serve_hub
 

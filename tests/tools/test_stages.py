@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 from safetensors.numpy import load_file
 
-from ramify.env.data_files import read_rows
+from ramify.env.data_rows import read_rows
 from ramify.env.tasksets.reversal import SYSTEM as REVERSING
 from ramify.env.tasksets.splits import assign_split
 from ramify.env.tasksets.wikispeedia import SYSTEM as WALKING

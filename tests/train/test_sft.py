@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from ramify.cli import main
 from ramify.core.errors import ConfigInvalid, TemplateRefused
-from ramify.env.data_files import read_rows
+from ramify.env.data_rows import read_rows
 from ramify.model.render import load_renderer
 from ramify.model.resolve import resolve_model_path
 from ramify.run.store import RunStore, open_run

@@ -7,7 +7,7 @@ import pytest
 
 from ramify.cli import main
 from ramify.core.errors import ConfigInvalid
-from ramify.env.data_files import read_rows
+from ramify.env.data_rows import read_rows
 from ramify.env.tasksets.color_codeword import make_square
 from ramify.infer.gateway import ModelRequest
 from ramify.model.render import load_renderer

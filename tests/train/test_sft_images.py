@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from ramify.core.errors import ConfigInvalid
-from ramify.env.data_files import read_rows
+from ramify.env.data_rows import read_rows
 from ramify.env.tasksets.color_codeword import make_square, make_square_url
 from ramify.model.render import load_renderer
 from ramify.trace import MediaPart

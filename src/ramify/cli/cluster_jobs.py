@@ -30,20 +30,19 @@ from ramify.orchestrate.run_config import EXIT_RESUMABLE, RunConfig
 from ramify.processes.program import run_program
 from ramify.run.store import wrap_storage_errors
 
-STOP_MARGIN = 30  # of the seconds before the end of an allocation, for all processes to end after the checkpoint
-START_TIMEOUT = 600  # seconds for Ray to start on a wave of nodes
-SYNTAX_CHECK_TIMEOUT = 10.0  # seconds for the shell to parse one command of `setup`
+SLURM_STOP_MARGIN = 30  # of the seconds before the end of an allocation, for all processes to end after the checkpoint
+SLURM_START_TIMEOUT = 600  # seconds for Ray to start on a wave of nodes
+SLURM_SYNTAX_CHECK_TIMEOUT = 10.0  # seconds for the shell to parse one command of `setup`
 # Bash exits with 0 after some syntax errors, but always prints them. A setup may turn extglob on for its later lines.
-CHECK_SYNTAX = 'LC_ALL=C bash -O extglob -n -c "$1" 2>&1 | head -n 1; exit ${PIPESTATUS[0]}'
-
-TEMPLATE = Path(__file__).with_name("slurm_job.sh")  # with @names@ for what depends on the run
-MAX_NAME_CHARS = 47  # of a RayJob: the operator appends to it
-CONFIG_DIRECTORY = "/etc/ramify"
-OUTPUT_DIRECTORY = "/ramify/outputs"  # on the disk of the head's pod
-TERMINATION_MARGIN = 30  # seconds that a pod may take to end, beyond the time for a last checkpoint
-SECONDS_TO_KEEP = 3600  # that a finished job stays visible
+SLURM_CHECK_SYNTAX = 'LC_ALL=C bash -O extglob -n -c "$1" 2>&1 | head -n 1; exit ${PIPESTATUS[0]}'
+SLURM_SUBMIT_TIMEOUT = 60.0  # seconds
+SLURM_TEMPLATE = Path(__file__).with_name("slurm_job.sh")  # with @names@ for what depends on the run
+K8S_MAX_NAME_CHARS = 47  # of a RayJob: the operator appends to it
+K8S_CONFIG_DIRECTORY = "/etc/ramify"
+K8S_OUTPUT_DIRECTORY = "/ramify/outputs"  # on the disk of the head's pod
+K8S_TERMINATION_MARGIN = 30  # seconds that a pod may take to end, beyond the time for a last checkpoint
+K8S_SECONDS_TO_KEEP = 3600  # that a finished job stays visible
 Manifest = dict[str, Any]
-SUBMIT_TIMEOUT = 60.0  # seconds
 
 
 def print_manifest(call: ConfigCall[RunConfig]) -> int:
@@ -76,7 +75,7 @@ def write_slurm_script(call: ConfigCall[RunConfig]) -> int:
     if not submit:
         print(f"submit it with: sbatch {file}")
         return 0
-    result = run_program(["sbatch", str(file)], timeout=SUBMIT_TIMEOUT)
+    result = run_program(["sbatch", str(file)], timeout=SLURM_SUBMIT_TIMEOUT)
     if not result.ok:
         raise ProcessDied(f"sbatch did not take the job: {result.text}")
     print(result.text.strip())
@@ -121,8 +120,8 @@ def build_batch_script(
     }
     lines = [f"#SBATCH {name}={value}" for name, value in options.items()]
     lines += ["#SBATCH --requeue", *(f"#SBATCH {argument}" for argument in slurm.extra_args)]
-    settings = {"cores": node.cores, "gpus": node.gpus, "start_timeout": START_TIMEOUT, "job": job_directory}
-    grace_period = ["--launch.grace_period", str(slurm.stop_seconds - STOP_MARGIN)]
+    settings = {"cores": node.cores, "gpus": node.gpus, "start_timeout": SLURM_START_TIMEOUT, "job": job_directory}
+    grace_period = ["--launch.grace_period", str(slurm.stop_seconds - SLURM_STOP_MARGIN)]
     address = ["--cluster.address", "auto"]  # the cluster that the script starts, at RAY_ADDRESS
     values = {
         "options": "\n".join(lines),
@@ -134,7 +133,7 @@ def build_batch_script(
         "command": shlex.join(["ramify", "rl", *grace_period, *arguments, *address]),
         "resumable": str(EXIT_RESUMABLE),
     }
-    return re.sub(r"@(\w+)@", lambda match: values[match[1]], TEMPLATE.read_text(encoding="utf-8"))
+    return re.sub(r"@(\w+)@", lambda match: values[match[1]], SLURM_TEMPLATE.read_text(encoding="utf-8"))
 
 
 def _find_setup_problems(commands: Sequence[str]) -> list[tuple[str, str]]:
@@ -142,7 +141,7 @@ def _find_setup_problems(commands: Sequence[str]) -> list[tuple[str, str]]:
     problems: list[tuple[str, str]] = []
     for index, command in enumerate(commands):
         group = f"{{\n:\n{command}\n}}"  # a command that is not complete takes the closing brace as part of it
-        result = run_program(["bash", "-c", CHECK_SYNTAX, "bash", group], timeout=SYNTAX_CHECK_TIMEOUT)
+        result = run_program(["bash", "-c", SLURM_CHECK_SYNTAX, "bash", group], timeout=SLURM_SYNTAX_CHECK_TIMEOUT)
         if not result.ok or result.text:
             reason = re.sub(r"^bash: -c: line \d+: ", "", result.text)
             problem = f"expected a complete shell command, got {command!r} ({reason})"
@@ -164,9 +163,9 @@ def build_manifests(config: RunConfig) -> list[Manifest]:
     metadata = {"name": build_resource_name(config.path.name), "namespace": settings.namespace}
     own_cluster = cluster.model_copy(update={"address": "auto"})  # the one of the RayJob
     run_config = config.model_copy(update={"name": config.path.name, "cluster": own_cluster})
-    entrypoint = f"ramify rl @ {CONFIG_DIRECTORY}/run.toml"
+    entrypoint = f"ramify rl @ {K8S_CONFIG_DIRECTORY}/run.toml"
     if not config.output.is_absolute():
-        entrypoint += f" -o {OUTPUT_DIRECTORY}"
+        entrypoint += f" -o {K8S_OUTPUT_DIRECTORY}"
     builder = _PodBuilder(config, cluster, metadata["name"])
     num_workers = (cluster.num_nodes or 1) - 1
     workers = {
@@ -185,7 +184,7 @@ def build_manifests(config: RunConfig) -> list[Manifest]:
             "entrypoint": entrypoint,
             "backoffLimit": settings.retries,
             "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": SECONDS_TO_KEEP,
+            "ttlSecondsAfterFinished": K8S_SECONDS_TO_KEEP,
             "rayClusterSpec": {
                 "headGroupSpec": {"rayStartParams": {}, "template": builder.build("ray-head", is_head=True)},
                 "workerGroupSpecs": [workers] if num_workers else [],
@@ -198,8 +197,8 @@ def build_manifests(config: RunConfig) -> list[Manifest]:
 
 def build_resource_name(run_name: str) -> str:
     """Return a name that Kubernetes accepts: lower-case letters, digits and hyphens."""
-    name = re.sub(r"[^a-z0-9]+", "-", run_name.lower())[:MAX_NAME_CHARS].strip("-")
-    return name if name[:1].isalpha() else f"run-{name}"[:MAX_NAME_CHARS].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", run_name.lower())[:K8S_MAX_NAME_CHARS].strip("-")
+    return name if name[:1].isalpha() else f"run-{name}"[:K8S_MAX_NAME_CHARS].strip("-")
 
 
 def format_yaml(manifests: list[Manifest]) -> str:
@@ -242,7 +241,7 @@ class _PodBuilder:
         }
         spec: Manifest = {
             "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": int(self.config.launch.grace_period) + TERMINATION_MARGIN,
+            "terminationGracePeriodSeconds": int(self.config.launch.grace_period) + K8S_TERMINATION_MARGIN,
             "nodeSelector": settings.node_selector,
             "containers": [container],
             "volumes": list(volumes.values()),
@@ -261,8 +260,8 @@ class _PodBuilder:
         claim = {"claimName": self.settings.volume_claim}
         volumes[str(self.cluster.shared_directory)] = {"name": "shared", "persistentVolumeClaim": claim}
         if is_head:
-            volumes[CONFIG_DIRECTORY] = {"name": "config", "configMap": {"name": self.config_map}}
-            volumes[OUTPUT_DIRECTORY] = {"name": "outputs", "emptyDir": {}}
+            volumes[K8S_CONFIG_DIRECTORY] = {"name": "config", "configMap": {"name": self.config_map}}
+            volumes[K8S_OUTPUT_DIRECTORY] = {"name": "outputs", "emptyDir": {}}
         return volumes
 
 

@@ -19,7 +19,7 @@ from ramify.core.errors import ConfigInvalid, RamifyError
 from ramify.core.hub import print_to_stderr
 from ramify.core.names import format_count
 from ramify.env.data_config import DataFilesConfig
-from ramify.env.data_files import DataRow, count_rows, read_rows
+from ramify.env.data_rows import DataRow, count_rows, read_rows
 from ramify.env.data_selection import COMMIT_CHARS, fetch_dataset
 from ramify.env.tasksets.answers import parse_number
 from ramify.env.tasksets.code_tests import parse_tests

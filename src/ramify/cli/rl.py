@@ -20,7 +20,7 @@ from ramify.launch.pinned_datasets import pin_datasets
 from ramify.launch.plan import format_plan, plan_run, write_plan
 from ramify.launch.published_weights import find_newest_weights
 from ramify.launch.python_api import rl
-from ramify.launch.run_checks import check_start
+from ramify.launch.run_checks import check_dry_run
 from ramify.launch.run_directory import format_finished
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.cluster_config import find_unused_keys
@@ -47,7 +47,7 @@ def run(call: ConfigCall[RunConfig]) -> int:
 def _print_plan(config: RunConfig, *, fresh: bool, accept: bool, assumed_gpus: str | None) -> int:
     """Check what the run would refuse at its start, and print its plan."""
     config = pin_datasets(config, fresh=fresh, accept_changes=accept, log=None)
-    check_start(config, fresh=fresh, accept_changes=accept)
+    check_dry_run(config, fresh=fresh, accept_changes=accept)
     nodes, origin = _list_nodes(config, assumed_gpus)
     try:
         planned, placement = plan_run(config, nodes, fresh=fresh)

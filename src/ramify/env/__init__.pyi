@@ -4,8 +4,8 @@ from .context import RolloutAgent as RolloutAgent
 from .context import RolloutContext as RolloutContext
 from .data_config import DataColumnsConfig as DataColumnsConfig
 from .data_config import DataFilesConfig as DataFilesConfig
-from .data_files import read_prompt as read_prompt
-from .data_files import read_rows as read_rows
+from .data_rows import read_prompt as read_prompt
+from .data_rows import read_rows as read_rows
 from .decorators import group_reward as group_reward
 from .decorators import metric as metric
 from .decorators import reward as reward

@@ -18,6 +18,8 @@ from ramify.core.names import format_count
 from ramify.infer.config import EngineConfig
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
 from ramify.launch.run_directory import check_environments
+from ramify.launch.sink_threads import check_sinks_installed
+from ramify.model.image_support import find_rank_problem
 from ramify.model.render import load_renderer
 from ramify.model.resolve import (
     fetch_model,
@@ -109,8 +111,6 @@ def _find_rank_problems(config: RunConfig) -> list[ConfigProblem]:
     }
     if not any((count or 1) > 1 for count in num_ranks.values()):
         return []
-    from ramify.model.image_support import find_rank_problem  # imports numpy, which other runs do not need
-
     problems = {key: find_rank_problem(config.model.name, count) for key, count in num_ranks.items() if count}
     return [ConfigProblem(key, problem) for key, problem in problems.items() if problem]
 
@@ -118,8 +118,6 @@ def _find_rank_problems(config: RunConfig) -> list[ConfigProblem]:
 def _find_sink_problems(config: RunConfig) -> list[ConfigProblem]:
     if not config.monitor.sinks:
         return []
-    from ramify.launch.sink_threads import check_sinks_installed  # imports numpy, which other runs do not need
-
     try:
         check_sinks_installed(config)
     except ConfigInvalid as error:
@@ -211,7 +209,7 @@ def list_runtime_notes(config: RunConfig) -> list[str]:
     return [f"note: {key}: {text}" for key, table in tables.items() if (text := describe_fallback(table))]
 
 
-def check_start(config: RunConfig, *, fresh: bool = False, accept_changes: bool = False) -> None:
+def check_dry_run(config: RunConfig, *, fresh: bool = False, accept_changes: bool = False) -> None:
     """Raise what the run would raise at its start. `fresh` and `accept_changes` have the meaning that `rl` gives them.
 
     Raises ConfigInvalid, EnvironmentChanged, EnvironmentFault or RunBusy.

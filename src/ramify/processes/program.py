@@ -18,7 +18,7 @@ class ProgramResult(NamedTuple):
     ok: bool
     text: str
     returncode: int | None = None  # None if it was not started or timed out
-    stderr: str = ""
+    stderr: str = ""  # if it failed
 
 
 def run_program(command: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None) -> ProgramResult:

@@ -1,4 +1,4 @@
-"""Environments of other projects, unmodified, as tasksets.
+"""Environments of other projects, unmodified, as tasksets; here is how an adapter imports the package it adapts.
 
 Each adapter has an extra of its own and uses only the public names of `ramify`. What it adapts is imported when the
 taskset is created, in the interpreter that the source names.

@@ -27,7 +27,8 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 1024
 MAX_BODY_FRAMES = MAX_FRAMES - 2  # of a message's own; the routing id and the header come before them
 MAX_TEXT_CHARS = 4096  # of each text in a failure that is truncated
-encode_header = _encode = msgspec.msgpack.Encoder().encode
+encode_header = msgspec.msgpack.Encoder().encode
+_encode_value = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
 Frame = bytes | memoryview
 
@@ -220,7 +221,7 @@ class WireMessage:
     @classmethod
     def encode(cls, value: Any = None, *blobs: Frame) -> "WireMessage":
         """Return a message of `value` and `blobs`."""
-        return cls((_encode(value), *blobs))
+        return cls((_encode_value(value), *blobs))
 
     def decode(self, expected_type: type[T]) -> T:
         """Return the value. Raises RequestInvalid if it is no `expected_type`."""

@@ -22,8 +22,17 @@ ReportProgress = Callable[[int, int], None]
 
 ROWS_PER_WRITE = 256  # bounds the traces in memory
 JSON_COLUMNS = (
-    *("task_data", "rewards", "metrics", "info", "errors", "timing", "harness", "runtime", "sampler", "nodes"),
-    *("media",),
+    "task_data",
+    "rewards",
+    "metrics",
+    "info",
+    "errors",
+    "timing",
+    "harness",
+    "runtime",
+    "sampler",
+    "nodes",
+    "media",
 )
 STRING_COLUMNS = ("rollout", "source", "task", "id", "episode", "group", "agent", "env", "stop", *JSON_COLUMNS)
 INT_COLUMNS = ("repetition", "attempt", "schema")

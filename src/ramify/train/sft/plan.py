@@ -16,7 +16,7 @@ import numpy as np
 
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count
-from ramify.env.data_files import read_rows
+from ramify.env.data_rows import read_rows
 from ramify.model.image_support import find_image_problem
 from ramify.model.render import Renderer, load_renderer
 from ramify.model.resolve import resolve_model_path

@@ -1,7 +1,7 @@
-"""Reads the rows of data files: jsonl, parquet, arrow, csv and json, or a directory of them; and the prompt of a row.
+"""Rows of data files, and the prompt of a row.
 
-A Hugging Face dataset is a directory of such files, saved by `datasets` or downloaded. The package `datasets` is not
-needed.
+The files are jsonl, parquet, arrow, csv and json, or a directory of them. A Hugging Face dataset is a directory of such
+files, saved by `datasets` or downloaded. The package `datasets` is not needed.
 """
 
 import csv
