@@ -184,7 +184,7 @@ test-view: env  ## the page of `ramify view` in a real browser; needs chromium f
 test-k8s: env  ## the manifest of `ramify k8s` against the schemas of Kubernetes; installs kubernetes-validate (108 MB) aside
 	@mkdir -p .venvs
 	$(BIN)/python -m pip install -q --disable-pip-version-check --target .venvs/k8s --upgrade 'kubernetes-validate>=1.37'
-	PYTHONPATH=.venvs/k8s $(BIN)/pytest -v -n 0 tests/launch/test_kubernetes.py
+	PYTHONPATH=.venvs/k8s $(BIN)/pytest -v -n 0 tests/cli/test_kubernetes.py
 
 # Its packages are not in the lock file: the site is not needed to run or test Ramify.
 docs:  ## build the site of docs/ into build/site and check its links; installs MkDocs aside

@@ -20,7 +20,7 @@ from tests.support.images import make_media
 IMAGE = make_media(40, 30)
 BASE64 = base64.b64encode(IMAGE.data).decode()
 LABEL = f"[image 40×30 png {IMAGE.hash[:4]}]"
-LIBRARIES = Path(__file__).parent / "libraries"
+LIBRARIES = Path(__file__).parent / "sink_libraries"
 
 
 def config(tmp_path, *sinks) -> RunConfig:

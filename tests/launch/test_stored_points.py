@@ -11,7 +11,7 @@ import pytest
 from ramify.launch.metric_sinks import TensorBoardSink, build_samples
 from ramify.launch.sink_threads import open_monitor_sinks
 from ramify.orchestrate.run_config import RunConfig
-from tests.launch.metric_sinks.test_sinks import BASE64, LABEL, build_rollout
+from tests.launch.test_metric_sinks import BASE64, LABEL, build_rollout
 from tests.support.processes import wait_until
 
 Point = tuple[int, str, float]

@@ -1,4 +1,4 @@
-"""The end of a process without the teardown of its modules."""
+"""How processes end: exit codes in words, and an exit without the teardown of modules."""
 
 import subprocess
 import sys
@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 import zmq
 
-pytestmark = pytest.mark.process
+from ramify.processes.exit import describe_exit, is_signal_exit
+
+
+def test_describe_exit():
+    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(128 + 9) == describe_exit(-9) == "was killed by SIGKILL"
+
+
+def test_exit_by_signal():
+    assert is_signal_exit(128 + 15) and is_signal_exit(-15)
+    assert not is_signal_exit(0) and not is_signal_exit(127)
+
 
 CODE = """
 import atexit, sys, tempfile
@@ -27,6 +38,7 @@ print(directory.name)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("end", "code", "teardown"),
     [("QUICK_EXIT.exit(3)", 3, []), ("sys.exit(4)", 4, ["freed"]), ("raise ValueError", 1, ["freed"])],
@@ -52,6 +64,7 @@ QUICK_EXIT.exit(0)
 """
 
 
+@pytest.mark.process
 def test_queued_messages_are_sent():
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
