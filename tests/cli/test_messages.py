@@ -130,7 +130,7 @@ def test_busy_run_names_a_reading_process(tmp_path):
 @pytest.mark.process
 def test_supervised_run_names_its_supervisor():
     with (
-        holder("from ramify.run.store.locks import lock_run", "lock_run(Path('outputs/run'))") as pid,
+        holder("from ramify.run.supervisor_lock import lock_run", "lock_run(Path('outputs/run'))") as pid,
         pytest.raises(RunBusy, match=rf"by another `ramify rl`, process {pid}\b"),
         lock_run(Path("outputs/run")),
     ):

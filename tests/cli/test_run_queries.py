@@ -21,9 +21,10 @@ from ramify.launch.execution import RunResult
 from ramify.launch.python_api import rl
 from ramify.launch.supervisor import RunOutcome
 from ramify.model.weights_manifest import Manifest
+from ramify.run import supervisor_lock
 from ramify.run.reader import get_process_state
 from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
-from ramify.run.store import RunStore, locks
+from ramify.run.store import RunStore
 from ramify.run.store.group_state import DropReason
 from ramify.run.store.ledger import GroupRecord, Ledger
 from ramify.run.store.run_log import MetricPoint, RunLog
@@ -232,7 +233,7 @@ def test_why_does_not_take_the_state_of_an_earlier_start_with_the_same_pid(run, 
 
 @pytest.mark.parametrize(("age", "rows"), [(0, PROCESS_ROWS), (60, set())])
 def test_why_of_a_run_that_starts_in_another_container_shows_its_processes(run, capsys, monkeypatch, age, rows):
-    monkeypatch.setattr(locks, "find_writer", lambda path: 0)
+    monkeypatch.setattr(supervisor_lock, "find_writer", lambda path: 0)
     with lock_run(run):
         write_supervisor(run, pid=7, started=time.time() - age)
         assert main(["why", "run"]) == 0
@@ -270,7 +271,7 @@ def test_audit_of_a_run_in_use_says_that_it_needs_a_stopped_run(run, capsys):
 HOLDS = """
 import sys
 from pathlib import Path
-from ramify.run.store import RunStore, locks
+from ramify.run.store import RunStore
 from tests.support.status import make_state
 path = Path(sys.argv[1])
 with RunStore.open(path):

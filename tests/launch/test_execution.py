@@ -19,8 +19,9 @@ from ramify.launch.launcher import ProcessRole
 from ramify.launch.plan import LaunchPlan
 from ramify.launch.supervisor import RunOutcome
 from ramify.orchestrate.run_config import RunConfig
+from ramify.run import supervisor_lock
 from ramify.run.state import RunPhase
-from ramify.run.store import RunStore, locks
+from ramify.run.store import RunStore
 from ramify.run.store.environments import ObservedEnvironment, record_environments
 from ramify.run.store.run_log import RunLog
 from ramify.run.supervisor_lock import lock_run
@@ -189,7 +190,7 @@ def test_shared_memory_weights_are_removed_and_saved_if_finished(tmp_path, monke
 
 
 def test_time_of_the_lock_is_that_of_the_supervisors_clock(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks.time, "time", lambda: 1_000_000.0)
+    monkeypatch.setattr(supervisor_lock.time, "time", lambda: 1_000_000.0)
     with lock_run(tmp_path / "run"):
-        supervisor = locks.find_supervisor(tmp_path / "run")
+        supervisor = supervisor_lock.find_supervisor(tmp_path / "run")
     assert supervisor is not None and supervisor.locked_at == 1_000_000.0

@@ -20,7 +20,7 @@ IGNORES_SIGTERM = f"import signal; signal.signal(15, signal.SIG_IGN){STARTS_DAEM
 # A parent that grants its child one lease when it is told to, and then stops itself.
 STOPPED_PARENT = """
 import asyncio, os, signal, sys
-from ramify.run.fencing.token import read_lease_clock
+from ramify.run.fencing.lease import read_lease_clock
 from ramify.processes.child import ChildProcess
 
 async def main():
