@@ -24,9 +24,24 @@ from ramify.launch.memory import estimate_engine
 from ramify.model.load import load_engine_model
 from ramify.model.resolve import resolve_model_path
 from ramify.model.vision import get_vision_tower
+from ramify.model.weights_manifest import read_tensor_shapes
 from ramify.train.config import TrainerConfig
-from ramify.train.memory import TORCH_BASE_BYTES, MemoryUse, ModelSize, VisionSize, estimate_rank
-from tests.support.models import FAMILIES, VISION_CONFIGS, process, write_qwen3_next, write_vision_model
+from ramify.train.memory import (
+    TORCH_BASE_BYTES,
+    MemoryUse,
+    ModelSize,
+    VisionSize,
+    count_weight_bytes,
+    estimate_rank,
+)
+from tests.support.models import (
+    FAMILIES,
+    VISION_CONFIGS,
+    process,
+    write_lfm2,
+    write_qwen3_next,
+    write_vision_model,
+)
 
 RECOMPUTED = {"recompute_layers": 1}
 
@@ -45,6 +60,11 @@ def test_a_mixture_of_experts_has_the_width_of_its_active_parameters():
     assert mixture.hidden_size == 2176 and dense.hidden_size > 6000
     assert mixture.num_outer_parameters < dense.num_outer_parameters
     assert mixture.layer_elements * mixture.num_layers == pytest.approx(48 * (20 * 2048 + 3 * 6144 + 13824), rel=0.1)
+
+
+def test_a_mixture_of_experts_is_never_counted_as_quantized():
+    for size in (ModelSize.from_name("org/Some-30B-A3B"), ModelSize(30 * 10**9, num_active_experts=8)):
+        assert size is not None and count_weight_bytes(size, 2, "4bit") == 2 * 30 * 10**9
 
 
 def test_the_experts_of_a_token_have_the_activations_that_autograd_keeps():
@@ -97,6 +117,13 @@ def test_a_model_with_recurrent_layers_has_their_states(tmp_path):
     assert ModelSize.from_name("tiny").state_elements == 0
 
 
+@pytest.mark.parametrize("is_adjusted", [False, True])
+def test_the_inner_width_of_lfm2_is_read_from_its_weights(tmp_path, is_adjusted):
+    settings = {"intermediate_size": 96, "block_auto_adjust_ff_dim": is_adjusted, "block_multiple_of": 8}
+    size = ModelSize.from_name(str(write_lfm2(tmp_path / "model", **settings)))
+    assert size is not None and size.intermediate_size == (64 if is_adjusted else 96)
+
+
 def test_moments_in_8_bits_take_a_quarter():
     size = ModelSize(2 * 10**9, 20, 2048, 8192, 256, num_outer_parameters=10**8)
     configs = [TrainerConfig().with_moments(moments) for moments in ("float32", "8bit")]
@@ -146,6 +173,20 @@ def test_a_vision_config_may_leave_out_what_is_the_default(config_class):
     full = config_class().to_dict()
     brief = {"model_type": full["model_type"], "vision_config": {"hidden_size": None}}
     assert VisionSize.from_config(brief, 0) == VisionSize.from_config(full, 0) is not None
+
+
+def test_an_empty_list_in_a_vision_config_is_not_the_default():
+    config = {"model_type": "qwen3_vl", "vision_config": {"deepstack_visual_indexes": []}}
+    size = VisionSize.from_config(config, 0)
+    assert size is not None and size.num_outputs == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_of_a_vision_tower_are_counted_once(tmp_path, family):
+    directory = write_vision_model(tmp_path / "model", family)
+    size, shapes = ModelSize.from_name(str(directory)), read_tensor_shapes(directory)
+    outer = {name: math.prod(shape) for name, shape in shapes.items() if "embed_tokens" in name or "lm_head" in name}
+    assert size is not None and outer and size.num_outer_parameters == sum(outer.values())
 
 
 def test_images_take_memory_of_trainer_and_engine(tmp_path):

@@ -31,6 +31,7 @@ ADAPTER_FRACTION = 7e-4  # parameters of adapters with rank 1, relative to the m
 HEAD_BYTES = 5 << 30  # of the logits, and of their gradients, that the LM head has at a time on a GPU
 GUESSED_ORIGIN = "guessed from its name"
 TOWER_NAMES = ("visual.", "vision_model.", "connector.")  # parts of the names of weights of vision towers
+MLP_OUTPUT_NAMES = (".down_proj.weight", ".w2.weight")  # [hidden_size, intermediate_size]
 IDEFICS3_VISION_DEFAULTS: dict[str, Any] = {  # of transformers, for keys that a config leaves out
     "hidden_size": 1152,
     "intermediate_size": 3072,
@@ -48,6 +49,8 @@ QWEN3_VISION_DEFAULTS: dict[str, Any] = {
 }
 SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?:-A(\d+(?:\.\d+)?)B)?(?![a-z])", re.IGNORECASE)  # 8B, 30B-A3B
 GUESSED_EXPERTS = 8  # that process a token, of a mixture of experts
+
+TensorShapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,8 @@ class VisionSize:
         if (model_type := hf_config.get("model_type")) not in VISION_MODEL_TYPES:
             return None
         defaults = QWEN3_VISION_DEFAULTS if model_type == "qwen3_vl" else IDEFICS3_VISION_DEFAULTS
-        vision = defaults | {key: value for key, value in (hf_config.get("vision_config") or {}).items() if value}
+        settings = hf_config.get("vision_config") or {}
+        vision = defaults | {key: value for key, value in settings.items() if value is not None}
         num_frames, num_channels = vision.get("temporal_patch_size", 1), vision.get("in_channels", 3)
         return cls(
             num_parameters,
@@ -191,24 +195,23 @@ class ModelSize:
         shapes, experts = read_tensor_shapes(directory), read_expert_counts(full_config)
         if not shapes:
             raise WeightsRefused(f"{directory} has no weights")
+        tower = _select(shapes, TOWER_NAMES)
+        decoder = {name: shape for name, shape in shapes.items() if name not in tower}
         recurrent_layers = [name for name in hf_config.get("layer_types") or () if name in RECURRENT_LAYER_TYPES]
         return cls(
-            num_parameters=_count_elements(shapes, ("",)),
+            num_parameters=_count_elements(shapes),
             num_layers=hf_config.get("num_hidden_layers", 0),
             hidden_size=hidden_size,
-            intermediate_size=max(
-                hf_config.get("intermediate_size", 0),
-                (hf_config.get("moe_intermediate_size") or 0) * (hf_config.get("num_experts_per_tok") or 0),
-            ),
+            intermediate_size=_find_intermediate_size(hf_config, decoder, is_mixture=experts is not None),
             kv_elements=2 * head_dim * (hf_config.get("num_key_value_heads") or num_heads),
             state_elements=sum(_count_state_elements(name, hf_config) for name in recurrent_layers),
             num_recurrent_layers=len(recurrent_layers),
             mixer_elements=max((_count_mixer_elements(name, hf_config) for name in recurrent_layers), default=0),
             num_active_experts=0 if experts is None else experts.active,
-            num_outer_parameters=_count_elements(shapes, OUTER_MATRIX_NAMES),
+            num_outer_parameters=_count_elements(_select(decoder, OUTER_MATRIX_NAMES)),
             query_elements=head_dim * num_heads,
             vocab_size=hf_config.get("vocab_size", 0),
-            vision=VisionSize.from_config(full_config, num_parameters=_count_elements(shapes, TOWER_NAMES)),
+            vision=VisionSize.from_config(full_config, num_parameters=_count_elements(tower)),
             experts_note=describe_experts(full_config),
         )
 
@@ -235,9 +238,27 @@ class ModelSize:
         )
 
 
-def _count_elements(shapes: Mapping[str, Sequence[int]], parts: Sequence[str]) -> int:
-    """Return the elements of all tensors in whose names one of the parts occurs."""
-    return sum(math.prod(shape) for name, shape in shapes.items() if any(part in name for part in parts))
+def _select(shapes: TensorShapes, parts: Sequence[str]) -> TensorShapes:
+    """Return the shapes of the tensors in whose names one of the parts occurs."""
+    return {name: shape for name, shape in shapes.items() if any(part in name for part in parts)}
+
+
+def _count_elements(shapes: TensorShapes) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def _find_intermediate_size(hf_config: dict[str, Any], shapes: TensorShapes, *, is_mixture: bool) -> int:
+    """Return the inner width of the MLPs; in a mixture, all experts of a token together.
+
+    Dense models have it in their weights: LFM2 derives it from the config's `intermediate_size`.
+    """
+    from_config = hf_config.get("intermediate_size", 0)
+    if is_mixture:
+        return max(
+            from_config, (hf_config.get("moe_intermediate_size") or 0) * (hf_config.get("num_experts_per_tok") or 0)
+        )
+    widths = [shape[-1] for name, shape in shapes.items() if name.endswith(MLP_OUTPUT_NAMES)]
+    return max(widths, default=from_config)
 
 
 def _count_state_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
@@ -320,7 +341,7 @@ def count_weight_bytes(model: ModelSize, element_bytes: int, quantize: str | Non
     Experts get no adapters, so they are never quantized; a mixture of experts is counted as if nothing were.
     """
     inner_bytes: float = element_bytes
-    if quantize is not None and model.experts_note is None:
+    if quantize is not None and not model.num_active_experts:
         inner_bytes = QUANTIZED_BYTES[quantize]
     num_outer = model.num_outer_parameters + model.num_tower_parameters  # which are not quantized
     return num_outer * element_bytes + int((model.num_parameters - num_outer) * inner_bytes)
