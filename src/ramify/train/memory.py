@@ -113,10 +113,10 @@ class VisionSize:
         """Return the bytes of encoding images of `num_tokens` tokens.
 
         A layer has, for each patch: the inputs of both norms and their results; queries, keys and values, and the first
-        two in float32 for the rotation; the attention's result; and the product before and after the activation. So
-        many layers have all of this at a time, and of so many more the inputs are kept. Before the layers there are
-        the pixel values, twice in float32 and once converted; after them, each projection has four rows of the
-        tower's width.
+        two after the rotation; the attention's result, of each image and of all; and the product before and after the
+        activation. `num_layers` layers hold all of this at the same time; of `num_inputs` further layers only the
+        inputs are kept. Before the layers there are the pixel values, twice in float32 and once converted; after them,
+        each projection has four rows of the tower's width.
         """
         patch_elements = num_layers * (11 * self.hidden_size + 2 * self.intermediate_size)
         patch_elements += num_inputs * self.hidden_size + self.pixel_elements + 4 * self.num_outputs * self.hidden_size
@@ -159,8 +159,8 @@ class ModelSize:
         """The activations of one layer per token that the backward pass needs, in elements; the mean of all layers.
 
         Inputs of both norms and their results; queries before and after the rotation, and the attention's result; keys
-        before and after the rotation, and values; gate, up, and their product. Of a mixture, each active expert's input
-        and result.
+        before and after the rotation, and values; gate, up, and their product. With a mixture of experts, also the
+        input and the result of each active expert.
         """
         queries = self.query_elements or self.hidden_size
         attention = 3 * queries + 3 * self.kv_elements // 2
