@@ -61,8 +61,7 @@ def estimate_engine(
     token_bytes = model.num_kv_layers * model.kv_elements * element_bytes // max(1, num_gpus)
     max_len, limits = inference.max_model_len or seq_len, get_engine_limits(inference, gpu=gpu)
     outer_elements = 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
-    # Chunks of prompts in a gated delta net take a third more than what its backward pass needs of the same tokens.
-    row_elements = 3 * model.hidden_size + max(outer_elements, 4 * model.mixer_elements // 3)
+    row_elements = 3 * model.hidden_size + max(outer_elements, model.step_elements)
     buffer_bytes = limits.max_num_batched_tokens * row_elements * element_bytes if gpu else 0
     buffer_bytes += 3 * limits.max_running_requests * model.vocab_size * STATE_BYTES if gpu else 0  # logits
     buffer_bytes += DEQUANTIZED_BYTES if gpu and quantize is not None else 0

@@ -48,6 +48,7 @@ QWEN3_VISION_DEFAULTS: dict[str, Any] = {
     "deepstack_visual_indexes": [8, 16, 24],
 }
 SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?:-A(\d+(?:\.\d+)?)B)?(?![a-z])", re.IGNORECASE)  # 8B, 30B-A3B
+MIN_CHUNK_ROWS = CHUNK_SIZE // 2  # of a sequence that an engine computes in chunks
 GUESSED_EXPERTS = 8  # that process a token, of a mixture of experts
 
 TensorShapes = Mapping[str, Sequence[int]]
@@ -136,6 +137,7 @@ class ModelSize:
     state_elements: int = 0  # elements of the states of all recurrent layers, per request
     num_recurrent_layers: int = 0
     mixer_elements: int = 0  # activations per token of what a recurrent layer has in place of attention
+    step_elements: int = 0  # what an engine allocates per row of a step, in a recurrent layer in place of attention
     num_active_experts: int = 0  # that process a token, of a mixture of experts
     num_outer_parameters: int = 0  # parameters of embeddings and head, whose moments are always float32
     query_elements: int = 0  # elements of the queries per token and layer
@@ -207,6 +209,7 @@ class ModelSize:
             state_elements=sum(_count_state_elements(name, hf_config) for name in recurrent_layers),
             num_recurrent_layers=len(recurrent_layers),
             mixer_elements=max((_count_mixer_elements(name, hf_config) for name in recurrent_layers), default=0),
+            step_elements=max((_count_step_elements(name, hf_config) for name in recurrent_layers), default=0),
             num_active_experts=0 if experts is None else experts.active,
             num_outer_parameters=_count_elements(_select(decoder, OUTER_MATRIX_NAMES)),
             query_elements=head_dim * num_heads,
@@ -265,10 +268,8 @@ def _count_state_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
     """Return the elements of the state of one recurrent layer."""
     if layer_type == "conv":
         return hf_config.get("hidden_size", 0) * hf_config.get("conv_L_cache", 0)
-    num_keys, key_dim = hf_config.get("linear_num_key_heads", 0), hf_config.get("linear_key_head_dim", 0)
-    num_values, value_dim = hf_config.get("linear_num_value_heads", 0), hf_config.get("linear_value_head_dim", 0)
-    conv_elements = (2 * num_keys * key_dim + num_values * value_dim) * hf_config.get("linear_conv_kernel_dim", 0)
-    return conv_elements + num_values * key_dim * value_dim
+    _, key_dim, keys, values = _read_delta_net(hf_config)
+    return (2 * keys + values) * hf_config.get("linear_conv_kernel_dim", 0) + key_dim * values
 
 
 def _count_mixer_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
@@ -280,10 +281,31 @@ def _count_mixer_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
     """
     if layer_type == "conv":
         return 6 * hf_config.get("hidden_size", 0)
-    keys = hf_config.get("linear_num_key_heads", 0) * hf_config.get("linear_key_head_dim", 0)
-    num_heads = hf_config.get("linear_num_value_heads", 0)
-    values = num_heads * hf_config.get("linear_value_head_dim", 0)
+    num_heads, _, keys, values = _read_delta_net(hf_config)
     return 3 * (2 * keys + values) + 3 * values + CHUNK_SIZE * num_heads
+
+
+def _count_step_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
+    """Return what the operators of a recurrent layer allocate per row of an engine's step, in elements of two bytes.
+
+    Of a convolution: its three inputs and its result. Of a gated delta net: the first projection, the convolution's
+    result, and the rule's; queries, keys and values as the rule reads them; log decays and their sums, and strengths,
+    in float32; and what `docs/design/recurrent-forests.md` calls T, U, W, N and S₀. A sequence of MIN_CHUNK_ROWS rows
+    has a chunk of its own, and each chunk has a state S₀.
+    """
+    if layer_type == "conv":
+        return 4 * hf_config.get("hidden_size", 0)
+    num_heads, key_dim, keys, values = _read_delta_net(hf_config)
+    projections = (2 * keys + 2 * values + 2 * num_heads) + (2 * keys + values) + values
+    inputs = 2 * keys + values + 3 * 2 * num_heads
+    return projections + inputs + num_heads * (CHUNK_SIZE + key_dim) + 2 * values + key_dim * values // MIN_CHUNK_ROWS
+
+
+def _read_delta_net(hf_config: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Return the number of states of a gated delta net, the width of a key, and the widths of all keys and values."""
+    num_heads, key_dim = hf_config.get("linear_num_value_heads", 0), hf_config.get("linear_key_head_dim", 0)
+    keys = hf_config.get("linear_num_key_heads", 0) * key_dim
+    return num_heads, key_dim, keys, num_heads * hf_config.get("linear_value_head_dim", 0)
 
 
 def estimate_rank(
