@@ -1,18 +1,26 @@
 """The memory of an engine."""
 
+import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ramify.infer.config import EngineConfig, EngineLimits, VLLMConfig
-from ramify.launch.memory import estimate_engine, find_engine_format
+from ramify.infer.config import EngineAdaptersConfig, EngineConfig, EngineLimits, VLLMConfig
+from ramify.launch.memory import estimate_engine
+from ramify.launch.process_configs import build_engine_adapters
+from ramify.model.fused_model import FusedModel
 from ramify.model.kernels.recurrent_ops import CHUNK_SIZE, MIN_CHUNK_ROWS
+from ramify.model.load import load_engine_model
+from ramify.model.lora import add_engine_adapters
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.memory import TORCH_BASE_BYTES, ModelSize
+from tests.support.models import HYBRIDS
+from tests.support.training import CONFIGS, build_model
 
 
 def test_states_take_memory_of_the_cache():
@@ -54,13 +62,38 @@ def test_a_quantized_base_takes_its_bits_on_a_gpu_and_all_of_them_on_a_cpu(mode,
         (1, {"rank": 8, "target_modules": ["q_proj"]}, 2 * 10**9),  # the other matrices are not quantized
         (0, {"rank": 8}, 4 * 10**9),
     ):
-        config = RunConfig.model_validate({**run, "trainer": {"lora": lora}})
-        engine_format = find_engine_format(config)
-        settings: Any = {"num_gpus": num_gpus, "device_memory": 80 << 30, "quantize": engine_format}
-        assert estimate_engine(EngineConfig(), 256, size, **settings).weights == pytest.approx(expected)
-    experts = replace(size, num_active_experts=8)
-    estimate = estimate_engine(EngineConfig(), 256, experts, num_gpus=1, device_memory=80 << 30, quantize=mode)
-    assert estimate.weights == 2 * 10**9
+        adapters = build_engine_adapters(RunConfig.model_validate({**run, "trainer": {"lora": lora}}))
+        settings: Any = {"num_gpus": num_gpus, "device_memory": 80 << 30}
+        rounded = estimate_engine(EngineConfig(), 256, size, adapters=adapters, **settings)
+        plain = estimate_engine(EngineConfig(), 256, size, adapters=EngineAdaptersConfig(rank=8), **settings)
+        assert rounded.weights == pytest.approx(expected, rel=0.02)  # and adapters
+        # One complete matrix of the model's own code, and two parts of matrices.
+        has_buffers = expected < 2 * 10**9
+        assert rounded.workspace - plain.workspace == ((128 << 20) + 1024 * 4096 * 2 if has_buffers else 0)
+    settings, adapters = {"num_gpus": 1, "device_memory": 80 << 30}, EngineAdaptersConfig(rank=8, quantize=mode)
+    estimate = estimate_engine(EngineConfig(), 256, replace(size, num_active_experts=8), adapters=adapters, **settings)
+    assert estimate.weights == pytest.approx(2 * 10**9, rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "lfm2"])
+def test_adapters_of_an_engine_take_memory(tmp_path, family):
+    """Fused products have one adapter, with zeros between the adapters of their parts."""
+    if family == "qwen3":
+        build_model(CONFIGS[family], "eager").save_pretrained(tmp_path / "model")
+    else:
+        HYBRIDS[family](tmp_path / "model")
+    size, engine = ModelSize.from_name(str(tmp_path / "model")), EngineConfig(dtype="float32")
+    adapters = EngineAdaptersConfig(rank=4)
+    add = partial(add_engine_adapters, **adapters.model_dump())
+    module = load_engine_model(tmp_path / "model", dtype="float32", device="cpu", add_adapters=add).module
+    parts = [layer.adapters for layer in FusedModel(module).weights.layers]
+    num_bytes = 4 * sum(adapter.down.numel() + adapter.up.numel() for adapter in itertools.chain(*parts))
+    assert size is not None and num_bytes > 0
+    uses = [
+        estimate_engine(engine, 256, size, num_gpus=0, device_memory=80 << 30, adapters=beside)
+        for beside in (None, adapters)
+    ]
+    assert num_bytes <= uses[1].weights - uses[0].weights <= 2 * num_bytes
 
 
 def test_weights_of_an_engine_are_split_over_its_gpus():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import format_count, suggest
-from ramify.infer.config import EngineConfig, ExternalServersConfig, VLLMConfig
+from ramify.infer.config import EngineAdaptersConfig, EngineConfig, ExternalServersConfig, VLLMConfig
 from ramify.launch.launcher import ASSUMED_GPU_BYTES, ClusterNode
 from ramify.launch.machine import GIB, Device, uses_gpu
 from ramify.launch.memory import (
@@ -26,10 +26,10 @@ from ramify.launch.memory import (
     count_version_bytes,
     estimate_engine,
     estimate_trainer,
-    find_engine_format,
     get_max_versions,
 )
 from ramify.launch.placement import ProcessDemand
+from ramify.launch.process_configs import build_engine_adapters
 from ramify.model.image_support import find_rank_problem, is_vision_model
 from ramify.orchestrate.address_book import MODEL_PREFIX
 from ramify.orchestrate.cluster_config import PlacementConfig
@@ -245,7 +245,7 @@ class GpuDivision:
             return 1, "the size of the model is unknown"
         room, sizes = self.gpu_memory, dict[int, int]()
         if self.is_shared and not isinstance(inference := self.config.inference, ExternalServersConfig):
-            engine = self.estimate_engine(inference, self.config.model.name, find_engine_format(self.config))
+            engine = self.estimate_engine(inference, self.config.model.name, build_engine_adapters(self.config))
             room -= engine.with_headroom if engine is not None else 0
         for num_ranks in range(1, limit + 1):
             sizes[num_ranks] = estimate_trainer(self.config, size, gpu=True, num_ranks=num_ranks).with_headroom
@@ -257,7 +257,7 @@ class GpuDivision:
         return fewest, f"{result} ({', '.join(parts)}; there are {room / GIB:.1f} GiB)"
 
     def estimate_engine(
-        self, inference: EngineConfig | VLLMConfig, model_name: str, quantize: str | None = None
+        self, inference: EngineConfig | VLLMConfig, model_name: str, adapters: EngineAdaptersConfig | None = None
     ) -> MemoryUse | None:
         """Return what an engine needs of each GPU, or of the memory; None if the model's size is unknown."""
         if (size := self.find_size(model_name)) is None:
@@ -270,7 +270,7 @@ class GpuDivision:
             size,
             num_gpus=num_gpus,
             device_memory=device_memory,
-            quantize=quantize,
+            adapters=adapters,
         )
 
     def _explain_engines(self, num_engines: int, num_ranks: int, *, is_configured: bool) -> None:
@@ -333,9 +333,9 @@ class _DemandBuilder:
         inference, placement, name = self.config.inference, self.config.cluster.engines, self.config.model.name
         if isinstance(inference, ExternalServersConfig):
             return []
-        quantize = find_engine_format(self.config)
+        adapters = build_engine_adapters(self.config)
         first = self._build_engine(
-            f"{ENGINE_PREFIX}0", "cluster.engines", placement, name, inference, quantize=quantize
+            f"{ENGINE_PREFIX}0", "cluster.engines", placement, name, inference, adapters=adapters
         )
         is_derived = placement.num_replicas is None and self.config.launch.inference_gpus is None
         if self.config.launch.inference_gpus is not None:
@@ -351,10 +351,10 @@ class _DemandBuilder:
         inference: EngineConfig | VLLMConfig,
         *,
         group: str = "",
-        quantize: str | None = None,
+        adapters: EngineAdaptersConfig | None = None,
     ) -> ProcessDemand:
         gpus = self.division.count_gpus(inference)
-        estimate = self.division.estimate_engine(inference, model_name, quantize)
+        estimate = self.division.estimate_engine(inference, model_name, adapters)
         return self._build_demand(name, role, placement, gpus, estimate, group=group)
 
     def _build_demand(

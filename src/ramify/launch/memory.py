@@ -17,7 +17,7 @@ from pathlib import Path
 from ramify.core.files import get_free_bytes
 from ramify.core.names import format_count
 from ramify.core.watchdog import watch_storage
-from ramify.infer.config import EngineConfig, EngineLimits, VLLMConfig
+from ramify.infer.config import EngineAdaptersConfig, EngineConfig, EngineLimits, VLLMConfig
 from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import GIB, uses_gpu
 from ramify.launch.process_configs import publishes_adapters
@@ -49,22 +49,26 @@ def estimate_engine(
     *,
     num_gpus: int,
     device_memory: int,
-    quantize: str | None = None,
+    adapters: EngineAdaptersConfig | None = None,
 ) -> MemoryUse:
     """Estimate weights, a KV cache for the most running requests, limited by its fraction of the memory, and buffers.
 
-    The result is for each of its GPUs or, if it has none, for the memory of its node. `quantize` is the format in which
-    an engine on a GPU holds the matrices of the layers.
+    The result is for each of its GPUs or, if it has none, for the memory of its node. An engine on a GPU holds the
+    matrices beside `adapters` in their format.
     """
     element_bytes, gpu = get_element_bytes(inference.dtype, num_gpus > 0), num_gpus > 0
-    weight_bytes = count_weight_bytes(model, element_bytes, quantize if gpu else None) // max(1, num_gpus)
+    # If `target_modules` is set, only these matrices are quantized; all of them are counted with the full dtype.
+    quantize = adapters.quantize if gpu and adapters is not None and not adapters.target_modules else None
+    weight_bytes = count_weight_bytes(model, element_bytes, quantize) // max(1, num_gpus)
+    weight_bytes += 0 if adapters is None else adapters.rank * _count_adapter_elements(model) * element_bytes
     token_bytes = model.num_kv_layers * model.kv_elements * element_bytes // max(1, num_gpus)
     max_len, limits = inference.max_model_len or seq_len, get_engine_limits(inference, gpu=gpu)
     outer_elements = 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
     row_elements = 3 * model.hidden_size + max(outer_elements, model.step_elements)
     buffer_bytes = limits.max_num_batched_tokens * row_elements * element_bytes if gpu else 0
     buffer_bytes += 3 * limits.max_running_requests * model.vocab_size * STATE_BYTES if gpu else 0  # logits
-    buffer_bytes += DEQUANTIZED_BYTES if gpu and quantize is not None else 0
+    if quantize is not None:  # products dequantize parts of a matrix, or a complete one in the model's own code
+        buffer_bytes += DEQUANTIZED_BYTES + model.hidden_size * model.intermediate_size * element_bytes
     workspace = TORCH_BASE_BYTES + buffer_bytes
     if isinstance(inference, VLLMConfig):
         fraction = min(inference.memory_fraction, MAX_MEMORY_FRACTION) if gpu else 0.0
@@ -80,6 +84,19 @@ def estimate_engine(
     if inference.kv_cache_tokens is not None:
         cache_bytes = inference.kv_cache_tokens * token_bytes
     return MemoryUse(weights=weight_bytes, kv_cache=state_bytes + cache_bytes, workspace=workspace)
+
+
+def _count_adapter_elements(model: ModelSize) -> int:
+    """Return the elements of adapters of rank 1 beside all matrices of the layers, as a native engine holds them.
+
+    A product of n matrices has one adapter of n times the rank, with zeros between the adapters of the matrices:
+    queries, keys and values are such a product, and gate and up. The projections of a recurrent layer have fewer
+    elements than twice its activations.
+    """
+    queries = model.query_elements or model.hidden_size
+    attention = 4 * model.hidden_size + 4 * queries + 3 * model.kv_elements
+    mixers = model.num_kv_layers * attention + 2 * model.num_recurrent_layers * model.mixer_elements
+    return mixers + model.num_layers * (3 * model.hidden_size + 5 * model.intermediate_size)
 
 
 def get_engine_limits(inference: EngineConfig | VLLMConfig, *, gpu: bool) -> EngineLimits:
@@ -100,15 +117,6 @@ def choose_vllm_fraction(
     native = EngineConfig(dtype=inference.dtype, max_running_requests=running, kv_cache_tokens=num_tokens)
     use = estimate_engine(native, 0, model, num_gpus=num_gpus, device_memory=device_memory)
     return min(math.ceil(100 * use.total / device_memory) / 100, MAX_MEMORY_FRACTION)
-
-
-def find_engine_format(config: RunConfig) -> str | None:
-    """Return the format of the matrices of the run's engines on GPUs; None if they are not quantized.
-
-    With adapters beside some of the matrices, only these are; they are counted as if none were.
-    """
-    is_quantized = publishes_adapters(config) and not config.trainer.lora.target_modules
-    return config.model.quantize if is_quantized else None
 
 
 def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_ranks: int) -> MemoryUse:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from ramify.core.config import Config
 from ramify.core.errors import ConfigInvalid
-from ramify.infer.config import EngineConfig, ExternalServersConfig, NamedModelConfig, VLLMConfig
+from ramify.infer.config import EngineAdaptersConfig, EngineConfig, ExternalServersConfig, NamedModelConfig, VLLMConfig
 from ramify.launch.machine import HOST, list_visible_gpus, uses_gpu
 from ramify.orchestrate.run_config import RunConfig, TrainSourceConfig
 from ramify.rollout.envserver.config import EnvServerConfig, ServedSourceConfig
@@ -51,10 +51,8 @@ def build_serve_config(run_config: RunConfig, *, is_trainer_on_gpu: bool | None 
         table["inference"] = {**_dump_set_fields(inference), "dtype": dtype, "max_model_len": length}
     if isinstance(inference, VLLMConfig):
         return table
-    if publishes_adapters(run_config):
-        lora, quantize = run_config.trainer.lora, run_config.model.quantize
-        settings = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": lora.target_modules}
-        table["inference"] |= {"adapters": settings | ({} if quantize is None else {"quantize": quantize})}
+    if (adapters := build_engine_adapters(run_config)) is not None:
+        table["inference"] |= {"adapters": adapters.model_dump(exclude_none=True)}
     if (weights_url := run_config.weights.url_for(run_config.path)) is not None:
         table["inference"]["weights_url"] = weights_url
     return {**table, "renderer": _dump_set_fields(run_config.renderer)}
@@ -64,6 +62,16 @@ def publishes_adapters(run_config: RunConfig) -> bool:
     """Return whether published weights hold only adapters, which the run's engines apply beside the base model."""
     is_native = isinstance(run_config.inference, EngineConfig)
     return run_config.trainer.lora.enabled and is_native and run_config.weights.adapters != "merged"
+
+
+def build_engine_adapters(run_config: RunConfig) -> EngineAdaptersConfig | None:
+    """Build the configuration of the adapters in the run's engines; None if they hold merged weights."""
+    if not publishes_adapters(run_config):
+        return None
+    lora = run_config.trainer.lora
+    return EngineAdaptersConfig(
+        rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, quantize=run_config.model.quantize
+    )
 
 
 def build_model_serve_config(run_config: RunConfig, model: NamedModelConfig, *, is_on_gpu: bool) -> ConfigTable:
