@@ -297,10 +297,37 @@ def test_vllm_beside_the_trainer_gets_what_the_trainer_leaves():
 def test_vllm_on_gpus_of_its_own_holds_its_requests_at_full_length():
     run = build_run("org/Some-8B", seq_len=4096, inference={"engine": "vllm", "tensor_parallel": 2})
     planned, placement = plan_run(run, [build_machine(8)])
-    use = placement.get_demand("inference/0").memory_use
+    use, size = placement.get_demand("inference/0").memory_use, ModelSize.from_name("org/Some-8B")
+    token_bytes = size.num_kv_layers * size.kv_elements * 2 // 2
     assert use.weights == 8 * 10**9 and 0 < planned.inference.gpu_memory_utilization <= 0.95
-    unknown = build_run("org/unknown", inference={"engine": "vllm"})
-    assert plan_run(unknown, [build_machine(1)])[0].inference.gpu_memory_utilization == 0.4
+    assert use.kv_cache >= planned.inference.max_running_requests * 4096 * token_bytes
+
+
+def test_vllm_on_a_gpu_that_is_too_small_for_its_requests_runs_as_many_as_a_native_engine():
+    planned, uses = {}, {}
+    for engine in ("native", "vllm"):
+        run = build_run("org/Some-4B", seq_len=16384, inference={"engine": engine})
+        plan, placement = plan_run(run, [build_machine(2)])
+        planned[engine], uses[engine] = plan.inference, placement.get_demand("inference/0").memory_use
+    native, vllm = planned["native"], planned["vllm"]
+    assert 64 < vllm.max_running_requests == native.max_running_requests < 256
+    assert vllm.gpu_memory_utilization < 0.95 and uses["vllm"].kv_cache >= uses["native"].kv_cache
+
+
+def test_vllm_that_holds_few_requests_gets_all_of_its_gpu():
+    model, trainer = {"name": "org/Some-8B", "quantize": "4bit"}, {**LORA, "pack_tokens": 4096}
+    run = build_run(model, seq_len=32768, inference={"engine": "vllm"}, trainer=trainer)
+    planned, placement = plan_run(run, [build_machine(2, gpu_gib=24)])
+    assert (planned.inference.gpu_memory_utilization, planned.inference.max_running_requests) == (0.95, 64)
+    use, size = placement.get_demand("inference/0").memory_use, ModelSize.from_name("org/Some-8B")
+    path_bytes = 32768 * size.num_kv_layers * size.kv_elements * 2
+    assert path_bytes <= use.kv_cache < 2 * path_bytes
+
+
+def test_vllm_with_an_unknown_model_has_the_default_fraction():
+    planned, placement = plan_run(build_run("org/unknown", inference={"engine": "vllm"}), [build_machine(1)])
+    assert (planned.inference.gpu_memory_utilization, planned.inference.memory_fraction) == ("auto", 0.4)
+    assert not any("gpu_memory_utilization" in line for line in format_plan(planned, placement))
 
 
 def test_advice_for_vllm_is_the_fraction_that_fits():

@@ -24,7 +24,7 @@ from ramify.launch.memory import choose_vllm_fraction, estimate_trainer, format_
 from ramify.launch.placement import RunPlacement, place_processes
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
-from ramify.train.memory import ModelSize, check_recompute_layers
+from ramify.train.memory import MAX_MEMORY_FRACTION, ModelSize, check_recompute_layers
 from ramify.train.step_sizes import (
     LAYERS_KEY,
     MOMENTS_KEY,
@@ -191,7 +191,8 @@ def _list_options(
     steps = [SizeOption({} if moments is None else {MOMENTS_KEY: moments})]
     if model is not None and division.gpus_per_rank:
         steps = list_step_options(config.trainer, model, config.seq_len, moments)
-    engines = [(_list_engine_settings(config, division, share), cost) for share, cost in CACHE_COSTS.items()]
+    by_cost = [(_list_engine_settings(config, division, share), cost) for share, cost in CACHE_COSTS.items()]
+    engines = [(engine_settings, cost) for engine_settings, cost in by_cost if engine_settings is not None]
     options = [
         SizeOption(step.settings | engine_settings, step.cost * cost)
         for step, (engine_settings, cost) in itertools.product(steps, engines)
@@ -199,15 +200,18 @@ def _list_options(
     return sorted(options, key=lambda option: option.cost)
 
 
-def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float) -> Settings:
-    """Return the sizes of engines on GPUs, with a share of the KV cache that their requests can need."""
+def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float) -> Settings | None:
+    """Return the sizes of engines on GPUs, with a share of the KV cache that their requests can need.
+
+    None if a GPU is too small for vLLM with this share, unless it is the smallest: then vLLM gets all of its GPU.
+    """
     orchestrator, find_size = config.orchestrator, division.find_size
     slots = orchestrator.admission_limits.slots * orchestrator.group_size
     in_flight = min(orchestrator.max_concurrency or slots, 2 * orchestrator.batch_size)  # one batch waits for training
     num_requests = math.ceil(in_flight / max(1, division.num_engines))
     num_requests = min(max(num_requests, MIN_RUNNING_REQUESTS), MAX_RUNNING_REQUESTS)
 
-    def choose(inference: ManagedInferenceConfig, model_name: str, num_requests: int, max_len: int) -> Settings:
+    def choose(inference: ManagedInferenceConfig, model_name: str, num_requests: int, max_len: int) -> Settings | None:
         if not (num_gpus := division.count_gpus(inference)):
             return {}
         if is_auto := inference.max_running_requests in ("auto", None):
@@ -219,12 +223,14 @@ def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float
         num_tokens = math.ceil(share * num_requests) * (inference.max_model_len or max_len)
         model = find_size(model_name)
         if isinstance(inference, VLLMConfig):
-            if inference.gpu_memory_utilization == "auto":
-                inference, memory = inference.model_copy(update=sizes), division.gpu_memory
-                fraction = model and choose_vllm_fraction(
-                    inference, model, num_tokens, num_gpus=num_gpus, device_memory=memory
+            if inference.gpu_memory_utilization == "auto" and model is not None:
+                inference = inference.model_copy(update=sizes)
+                fraction = choose_vllm_fraction(
+                    inference, model, num_tokens, num_gpus=num_gpus, device_memory=division.gpu_memory
                 )
-                sizes["gpu_memory_utilization"] = fraction or UNPLANNED_KV_FRACTION
+                if fraction is None and share > min(CACHE_COSTS):
+                    return None
+                sizes["gpu_memory_utilization"] = fraction or MAX_MEMORY_FRACTION
             return sizes
         sizes["max_num_batched_tokens"] = limits.max_num_batched_tokens
         if inference.kv_cache_tokens is None and inference.kv_memory_fraction == "auto":
@@ -236,10 +242,14 @@ def _list_engine_settings(config: RunConfig, division: GpuDivision, share: float
     for name, model in models.items():
         if model.is_managed:
             sizes = choose(model.inference, model.name, MODEL_REQUESTS, config.seq_len + 1)
+            if sizes is None:
+                return None
             models[name] = model.model_copy(update={"inference": model.inference.model_copy(update=sizes)})
     settings: Settings = {"models": models} if models else {}
     if not isinstance(config.inference, ExternalServersConfig):
         sizes = choose(config.inference, config.model.name, num_requests, config.seq_len)
+        if sizes is None:
+            return None
         settings |= {f"inference.{name}": value for name, value in sizes.items()}
     return settings
 
@@ -256,7 +266,6 @@ def _explain_sizes(user_config: RunConfig, choice: SizeChoice, division: GpuDivi
         BATCHED_KEY: "a longer prefill in one step is not faster",
         CACHE_KEY: f"{cache_share:.0%} of what {num_requests} requests of full length can need",
         FRACTION_KEY: "the size of the model is unknown",
-        VLLM_FRACTION_KEY: "the size of the model is unknown",
     }
     if isinstance(inference, VLLMConfig) and (use := division.estimate_engine(inference, model_name)) is not None:
         reasons[VLLM_FRACTION_KEY] = f"weights, buffers and a KV cache of {format_size(use.kv_cache)}"

@@ -101,22 +101,28 @@ def _count_adapter_elements(model: ModelSize) -> int:
 
 def get_engine_limits(inference: EngineConfig | VLLMConfig, *, gpu: bool) -> EngineLimits:
     """Return the limits of an engine. vLLM is taken to have the limits of a native engine."""
-    if isinstance(inference, VLLMConfig):
-        inference = EngineConfig(max_running_requests=inference.max_running_requests or "auto")
-    return inference.get_limits(gpu=gpu)
+    return (_as_native_engine(inference) if isinstance(inference, VLLMConfig) else inference).get_limits(gpu=gpu)
 
 
 def choose_vllm_fraction(
     inference: VLLMConfig, model: ModelSize, num_tokens: int, *, num_gpus: int, device_memory: int
-) -> float:
+) -> float | None:
     """Return the fraction of a GPU's memory that vLLM needs for a KV cache of `num_tokens`, as a native engine would.
 
-    vLLM fills all of its fraction, and allocates CUDA graphs beside it, which have the part that stays free.
+    vLLM fills all of its fraction, and allocates CUDA graphs beside it, which have the part that stays free. None if
+    the GPU is too small.
     """
-    running = inference.max_running_requests or "auto"
-    native = EngineConfig(dtype=inference.dtype, max_running_requests=running, kv_cache_tokens=num_tokens)
+    native = _as_native_engine(inference, kv_cache_tokens=num_tokens)
     use = estimate_engine(native, 0, model, num_gpus=num_gpus, device_memory=device_memory)
+    if use.with_headroom > device_memory:
+        return None
     return min(math.ceil(100 * use.total / device_memory) / 100, MAX_MEMORY_FRACTION)
+
+
+def _as_native_engine(inference: VLLMConfig, *, kv_cache_tokens: int | None = None) -> EngineConfig:
+    """Return a native engine that needs the memory that vLLM is taken to need."""
+    running = inference.max_running_requests or "auto"
+    return EngineConfig(dtype=inference.dtype, max_running_requests=running, kv_cache_tokens=kv_cache_tokens)
 
 
 def estimate_trainer(config: RunConfig, model: ModelSize, *, gpu: bool, num_ranks: int) -> MemoryUse:
