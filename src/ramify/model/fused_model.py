@@ -117,7 +117,7 @@ def build_fused_model(
             from ramify.model.kernels.cuda.decoder import CudaDecoderOps  # needs Triton
 
             fused.ops = CudaDecoderOps(fused.sizes)
-            _check_products(fused.weights.layers[0])
+            _check_products(fused.weights.layers)
         elif state_specs:
             fused.ops = DecoderOps(fused.sizes, "torch (recurrent layers)")
         else:
@@ -348,16 +348,18 @@ def _run_check_sequence(
     return torch.cat(logits)
 
 
-def _check_products(layer: LayerWeights) -> None:
-    """Raise ModelUnsupported if products with quantized matrices are wrong for some number of rows.
+def _check_products(layers: Sequence[LayerWeights]) -> None:
+    """Raise ModelUnsupported if products with quantized matrices are wrong, for one matrix of each shape.
 
     The check sequence has too few rows for most of the kernels that compute them.
     """
     from ramify.model.kernels.cuda.quantized_products import measure_error  # needs Triton
 
-    for matrix in (layer.qkv, layer.down):
-        if isinstance(matrix, QuantizedMatrix) and not (error := measure_error(matrix)) <= MAX_PRODUCT_ERROR:
-            raise ModelUnsupported(f"products with quantized matrices differ by {error:.2g}")
+    matrices = (matrix for layer in layers for matrix in layer.matrices if isinstance(matrix, QuantizedMatrix))
+    for matrix in {(matrix.codes.shape, matrix.codes.dtype): matrix for matrix in matrices}.values():
+        if not (error := measure_error(matrix)) <= MAX_PRODUCT_ERROR:
+            sizes = f"{len(matrix.codes)} x {matrix.num_columns}"
+            raise ModelUnsupported(f"products with quantized matrices of {sizes} differ by {error:.2g}")
 
 
 def _check_logits(expected: Tensor, actual: Tensor) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from ramify.core.errors import ModelUnsupported
 from ramify.infer.cuda_runner import CudaModelRunner
 from ramify.infer.request import SamplingParams
 from ramify.infer.sampler import uniform_noise
@@ -25,9 +26,10 @@ from ramify.model.forest_recurrence import (
     pass_tracks,
 )
 from ramify.model.forest_segments import ForestSegments
-from ramify.model.fused_model import build_fused_model
+from ramify.model.fused_model import _check_products, build_fused_model
 from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
+from ramify.model.kernels.decoder_ops import LayerWeights
 from ramify.model.kernels.paged_attention import AttentionTile, StepSequences
 from ramify.model.kernels.quantization import QuantizedMatrix, dequantize_matrix, quantize_matrix
 from ramify.model.kernels.recurrent_ops import (
@@ -600,6 +602,26 @@ def test_a_wrong_product_is_measured(monkeypatch):
     assert quantized_products.measure_error(matrix) < 1e-6
     monkeypatch.setattr(quantized_products, "dequantize", lambda part: dequantize_matrix(part).roll(1, 0))
     assert quantized_products.measure_error(matrix) > 0.5
+
+
+def test_products_with_matrices_of_every_shape_are_checked(monkeypatch):
+    """Only the output projection of the second layer has this shape, and wrong products."""
+    from ramify.model.kernels.cuda import quantized_products
+
+    def roll_wide_products(rows: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
+        return multiply(rows, matrix).roll(int(matrix.num_columns == 128), 1)
+
+    def build_layer(width: int) -> LayerWeights:
+        matrix, out = (quantize_matrix(torch.randn(8, columns, device=DEVICE), "4bit") for columns in (64, width))
+        matrices = {"qkv": matrix, "out": out, "gate_up": matrix, "down": matrix}
+        norms = dict.fromkeys(("norm", "mlp_norm"), torch.ones(64))
+        return LayerWeights(**matrices, **norms, qkv_bias=None, q_norm=None, k_norm=None, out_bias=None)
+
+    multiply = quantized_products.multiply
+    monkeypatch.setattr(quantized_products, "multiply", roll_wide_products)
+    _check_products([build_layer(64)])
+    with pytest.raises(ModelUnsupported, match="8 x 128 differ by 1"):
+        _check_products([build_layer(64), build_layer(128)])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "has_norm"), [(9, 3, True), (4, 2, False)])

@@ -72,6 +72,11 @@ class LayerWeights:
     has_rope: bool = True  # whether queries and keys are rotated
 
     @property
+    def matrices(self) -> list[Matrix]:
+        """The matrices of the products that all layers have."""
+        return [self.qkv, self.out, self.gate_up, self.down]
+
+    @property
     def adapters(self) -> list[AdapterWeights]:
         """The adapters that the layer has."""
         adapters = (self.qkv_adapter, self.out_adapter, self.gate_up_adapter, self.down_adapter)

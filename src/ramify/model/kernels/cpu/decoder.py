@@ -172,8 +172,7 @@ def check_placement(weights: DecoderWeights, dtype: torch.dtype) -> None:
     actual = weights.norm
     if actual.dtype != dtype or actual.device.type != "cpu":
         raise CLibraryUnavailable(f"{str(actual.dtype).removeprefix('torch.')} on {actual.device.type}")
-    matrices = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    if any(isinstance(matrix, QuantizedMatrix) for matrix in matrices):
+    if any(isinstance(matrix, QuantizedMatrix) for layer in weights.layers for matrix in layer.matrices):
         raise CLibraryUnavailable("the weights are quantized")
 
 
