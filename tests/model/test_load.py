@@ -13,6 +13,7 @@ from transformers.utils.logging import warning_once
 
 from ramify.core.errors import ModelUnsupported, RamifyError, WeightsRefused
 from ramify.infer.request import SamplingParams
+from ramify.model.fused_model import FusedModel
 from ramify.model.load import load_config, load_engine_model
 from ramify.model.resolve import resolve_model_path
 from ramify.train.memory import ModelSize
@@ -91,6 +92,13 @@ def test_models_have_the_logprobs_of_transformers(model_type, tmp_path):
         logprobs = scores(reference(tmp_path), request.token_ids, 1.0)
         expected = [logprobs[15 + index - 1, token].item() for index, token in enumerate(sampled_ids(request))]
         assert request.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_layer_without_a_known_projection_is_rejected_by_name(tmp_path):
+    module: Any = load_engine_model(write_llama(tmp_path), dtype="float32", device="cpu").module
+    del module.model.layers[1].mlp.down_proj
+    with pytest.raises(ModelUnsupported, match="LlamaMLP has none of down_proj, w2"):
+        FusedModel(module)
 
 
 def test_longrope_limits_the_context_length(tmp_path):

@@ -67,7 +67,7 @@ class FusedModel:
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             hidden=config.hidden_size,
-            inner=_list_parts(mlp, *DOWN_NAMES)[0].in_features,
+            inner=_get_part(mlp, *DOWN_NAMES).in_features,
             eps=_get_part(config, "rms_norm_eps", "norm_eps") / residual_scale**2,
             scaling=attention.scaling,
             adapter_rank=max((len(adapter.up) for layer in layers for adapter in layer.adapters), default=0),
@@ -214,8 +214,11 @@ def _has_dynamic_rope(config: Any) -> bool:
 
 
 def _get_part(module: Any, *names: str) -> Any:
-    """Return the attribute that has one of these names."""
-    return next(getattr(module, name) for name in names if hasattr(module, name))
+    """Return the attribute that has one of these names. Raises ModelUnsupported if there is none."""
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise ModelUnsupported(f"{type(module).__name__} has none of {', '.join(names)}")
 
 
 def _get_mlp(layer: Any) -> Any:
@@ -229,8 +232,8 @@ def _list_parts(module: Any, *names: str) -> list[Any]:
 
 def _fuse_layer(layer: Any) -> LayerWeights:
     mlp, mixer = _get_mlp(layer), _get_part(layer, "self_attn", "linear_attn", "conv")
-    inputs, (output,) = _list_parts(mixer, *INPUT_NAMES), _list_parts(mixer, *OUTPUT_NAMES)
-    gate_up_linears, (down,) = _list_parts(mlp, *GATE_UP_NAMES), _list_parts(mlp, *DOWN_NAMES)
+    inputs, output = _list_parts(mixer, *INPUT_NAMES), _get_part(mixer, *OUTPUT_NAMES)
+    gate_up_linears, down = _list_parts(mlp, *GATE_UP_NAMES), _get_part(mlp, *DOWN_NAMES)
     qkv, qkv_bias = _concat_weights(*inputs)
     head_norms = _list_parts(mixer, "q_norm", "q_layernorm", "k_norm", "k_layernorm")
     q_norm, k_norm = (norm.weight for norm in head_norms) if head_norms else (None, None)
