@@ -186,7 +186,7 @@ class CudaModelRunner(ModelRunner):
         self._sampled = torch.zeros(max_logits, 2, dtype=torch.int32, device=device)
         self._results = [DownloadBuffer(len(self._sampled), device) for _ in range(NUM_HOST_COPIES)]
         self._num_launched = 0
-        self._seen: set[StepShape] = set()
+        self._seen: set[StepShape] = set()  # that can become graphs
         self._drop_graphs()
         self._last: PreparedStep | None = None
 
@@ -359,11 +359,11 @@ class CudaModelRunner(ModelRunner):
             return self._sample(self._compute_logits(step, images), step.shape)
         shape = step.shape
         captured = self._graphs.get(shape)
-        can_capture = self._graph_pool is not None and shape.num_rows <= MAX_GRAPH_ROWS
-        if captured is None and can_capture and shape in self._seen:
+        if captured is None and self._graph_pool is not None and shape in self._seen:
             captured = self._graphs[shape] = self._capture(shape)
         if captured is None:
-            self._seen.add(shape)
+            if shape.num_rows <= MAX_GRAPH_ROWS:
+                self._seen.add(shape)
             return self._forward_and_sample(shape)
         self.counters.replayed_steps += 1
         captured.graph.replay()

@@ -698,6 +698,20 @@ def test_steps_of_a_small_engine_write_no_sampled_token_beyond_their_memory(tmp_
 
 
 @long_in_the_interpreter
+def test_only_shapes_that_can_become_graphs_are_remembered(tmp_path, monkeypatch):
+    """Other shapes have no padding, so with every mix of prompts there would be more of them."""
+    from ramify.infer import cuda_runner
+    from tests.support.models import build_core, run, write_llama
+
+    monkeypatch.setattr(cuda_runner, "MAX_GRAPH_ROWS", 8)
+    core = build_core(write_llama(tmp_path / "model", 1), max_running_requests=1, device=DEVICE.type)
+    run(core, core.create_request(list(range(3, 15)), SamplingParams(max_tokens=2)))
+    runner = core.runner
+    assert isinstance(runner, CudaModelRunner)
+    assert {shape.num_rows for shape in runner._seen} == {1}
+
+
+@long_in_the_interpreter
 @pytest.mark.parametrize("model_type", ["granite", "phi3", "seed_oss", "smollm3"])
 def test_the_check_of_fused_families_passes_with_these_kernels(model_type, tmp_path):
     from ramify.model.load import load_engine_model
