@@ -29,7 +29,7 @@ from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.model.kernels.attention_plan import AttentionPlan, build_plan, order_by_prefix
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, StepSequences
-from ramify.model.kernels.recurrent_ops import plan_chunks
+from ramify.model.kernels.recurrent_ops import MIN_CHUNK_ROWS, plan_chunks
 from ramify.model.load import LoadedModel
 
 # Memory through which a step's inputs reach the GPU and its results come back, while steps follow each other.
@@ -179,7 +179,8 @@ class CudaModelRunner(ModelRunner):
         self._share_prefixes = share_prefixes
         num_rows = _round_up_rows(max_rows)
         self._max_sequences = max_requests if self.states else 0
-        self._rows = UploadBuffer(14 * num_rows, device)
+        largest_shape = StepShape(num_rows, num_rows, num_rows // MIN_CHUNK_ROWS)
+        self._rows = UploadBuffer(sum(self._list_part_sizes(largest_shape)), device)
         self._plan = UploadBuffer(INITIAL_PLAN_INTS, device)
         self._ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         max_logits = max(_round_up_rows(max_requests), _round_up_logits(max_requests))
@@ -421,15 +422,20 @@ class CudaModelRunner(ModelRunner):
         plan = DevicePlan(self._plan.device, rows.positions, self._kernels, rows.sequences)
         return AttentionMetadata(self.pool, rows.slots if fused else rows.slots.long(), plan=plan, states=self.states)
 
-    def _split_rows(self, shape: StepShape) -> "DeviceRows":
+    def _list_part_sizes(self, shape: StepShape) -> list[int]:
+        """Return how many numbers the parts of `DeviceRows` have, in 32 bits."""
         num_rows, num_logits, num_chunks = shape
         sizes = [2 * num_logits] + [num_rows] * 5 + [num_logits] * 2
         if self._max_sequences:
             sizes += [num_rows] + [min(num_rows, self._max_sequences)] * 3 + [3 * num_chunks] * 2
+        return sizes
+
+    def _split_rows(self, shape: StepShape) -> "DeviceRows":
+        sizes = self._list_part_sizes(shape)
         seeds, *rows = self._rows.device[: sum(sizes)].split(sizes)
         sequences = None
         if self._max_sequences:
-            sequences = StepSequences(*rows[7:11], *(table.view(num_chunks, 3) for table in rows[11:]))
+            sequences = StepSequences(*rows[7:11], *(table.view(-1, 3) for table in rows[11:]))
         ids, sources, positions, slots, rotary_positions, logit_rows, temperatures = rows[:7]
         return DeviceRows(
             seeds.view(torch.int64),
