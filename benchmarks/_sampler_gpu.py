@@ -6,6 +6,7 @@ decode steps are those between the first token of the last request and the last 
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -90,7 +91,7 @@ def measure_in_process(model: Path) -> tuple[list[Row], float]:
     return rows, speed
 
 
-def measure_quantized(model: Path, device: str = "cuda") -> list[Row]:
+def measure_quantized(model: Path) -> list[Row]:
     """Return the rows of engines with adapters whose base is in bfloat16, in 8 and in 4 bits."""
     from functools import partial
 
@@ -107,13 +108,16 @@ def measure_quantized(model: Path, device: str = "cuda") -> list[Row]:
     for mode in (None, "8bit", "4bit"):
         base = mode or "bfloat16"
         add = partial(add_engine_adapters, rank=16, alpha=32, target_modules=[], quantize=mode)
-        loaded = load_engine_model(model, dtype="bfloat16", device=device, add_adapters=add)
-        settings: dict[str, Any] = {**ENGINE, "device": device, "dtype": "bfloat16", "kv_cache_tokens": 100_000}
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        loaded = load_engine_model(model, dtype="bfloat16", device="cuda", add_adapters=add)
+        peak_bytes = torch.cuda.max_memory_allocated()
+        settings: dict[str, Any] = {**ENGINE, "device": "cuda", "dtype": "bfloat16", "kv_cache_tokens": 100_000}
         core = EngineCore(loaded, EngineConfig(**settings), PolicyVersion("bench"))
         num_bytes = sum(tensor.nbytes for tensor in (*loaded.module.parameters(), *loaded.module.buffers()))
-        torch.cuda.synchronize()
         rows.append(Row(f"{base}: weights", num_bytes / 2**30, None, "GiB"))
-        rows.append(Row(f"{base}: memory when it was loaded", torch.cuda.max_memory_allocated() / 2**30, None, "GiB"))
+        rows.append(Row(f"{base}: peak while loading the weights", peak_bytes / 2**30, None, "GiB"))
         for name in QUANTIZED_WAVES:
             shape = WAVES[name][:4]
             run_wave(core, *shape, seed=0)
@@ -126,8 +130,6 @@ def measure_quantized(model: Path, device: str = "cuda") -> list[Row]:
         description = core.runner.ops_description
         assert description == "Triton", description
         del core, loaded
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     return rows
 
 
