@@ -29,7 +29,7 @@ from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.model.kernels.attention_plan import AttentionPlan, build_plan, order_by_prefix
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, StepSequences
-from ramify.model.kernels.recurrent_ops import MIN_CHUNK_ROWS, plan_chunks
+from ramify.model.kernels.recurrent_ops import MIN_CHUNK_ROWS, DeltaRuleWeights, plan_chunks
 from ramify.model.load import LoadedModel
 
 # Memory through which a step's inputs reach the GPU and its results come back, while steps follow each other.
@@ -124,7 +124,7 @@ class PreparedStep:
     grammars: list[tuple[int, GrammarState]]  # and the rows with logits that they apply to
     plan: AttentionPlan
     sequences: np.ndarray  # of the recurrent layers: the arrays of `StepSequences`, one after the other
-    shape: "StepShape"
+    shape: StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +179,8 @@ class CudaModelRunner(ModelRunner):
         self._share_prefixes = share_prefixes
         num_rows = _round_up_rows(max_rows)
         self._max_sequences = max_requests if self.states else 0
+        layers = self.fused_model.weights.layers if self.fused_model else ()
+        self._has_delta_rule = any(isinstance(layer.recurrent, DeltaRuleWeights) for layer in layers)
         largest_shape = StepShape(num_rows, num_rows, num_rows // MIN_CHUNK_ROWS)
         self._rows = UploadBuffer(sum(self._list_part_sizes(largest_shape)), device)
         self._plan = UploadBuffer(INITIAL_PLAN_INTS, device)
@@ -284,8 +286,7 @@ class CudaModelRunner(ModelRunner):
             row_sequence[end : end + chunk.num_tokens] = index
             sequences[:, index] = end, end + chunk.num_tokens, chunk.request.state_slot
             end += chunk.num_tokens
-        has_matrices = self.states is not None and any(spec.kind == "recurrent" for spec in self.states.specs)
-        bounds_and_slots = sequences[:, : len(chunks) if has_matrices else 0].tolist()
+        bounds_and_slots = sequences[:, : len(chunks) if self._has_delta_rule else 0].tolist()
         tables = plan_chunks(*bounds_and_slots, padded_rows=num_rows if num_rows <= MAX_GRAPH_ROWS else 0)
         return np.concatenate([row_sequence, sequences.ravel(), tables.ravel()]), tables.shape[1]
 
