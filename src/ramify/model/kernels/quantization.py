@@ -7,7 +7,6 @@ engines on GPUs multiply with the codes (`ramify.model.kernels.cuda.quantized_pr
 """
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -84,24 +83,22 @@ def quantize_matrix(matrix: Tensor, mode: QuantizeMode) -> QuantizedMatrix:
 
 def dequantize_matrix(matrix: QuantizedMatrix) -> Tensor:
     """Return the matrix, in the dtype of its scales."""
+    if not matrix.codes.is_cuda or torch.compiler.is_compiling():
+        return dequantize_in_torch(matrix)
+    from ramify.model.kernels.cuda.quantized_products import dequantize  # needs Triton
+
+    return dequantize(matrix)
+
+
+def dequantize_in_torch(matrix: QuantizedMatrix) -> Tensor:
+    """Return the matrix, in the dtype of its scales, with operators of PyTorch: the reference of the kernels."""
     codes, scales = matrix
-    compiles_alone = codes.is_cuda and not torch.compiler.is_compiling()
-    return (_compile_dequantize() if compiles_alone else _dequantize)(codes, scales, get_levels(codes.device))
-
-
-def _dequantize(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
     rows, blocks = scales.shape
     codes = codes.view(rows, blocks, -1)
     if codes.dtype == torch.int8:
         return (codes * scales.unsqueeze(-1)).view(rows, -1)
-    values = levels[torch.cat((codes & 15, codes >> 4), -1).int()]
+    values = get_levels(codes.device)[torch.cat((codes & 15, codes >> 4), -1).int()]
     return (values * scales.float().unsqueeze(-1)).to(scales.dtype).view(rows, -1)
-
-
-@cache
-def _compile_dequantize() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return `_dequantize` as one kernel. Inductor, which it needs, takes more than a second to import."""
-    return torch.compile(_dequantize)
 
 
 @cache

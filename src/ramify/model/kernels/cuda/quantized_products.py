@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ramify.model.kernels.quantization import MAX_BLOCK, QuantizedMatrix, dequantize_matrix, get_levels
+from ramify.model.kernels.quantization import MAX_BLOCK, QuantizedMatrix, dequantize_in_torch, get_levels
 
 PART_BYTES = 64 << 20  # of a matrix that are dequantized at a time; what caches hold for the product that follows
 COLUMNS_PER_STEP = 128
@@ -134,12 +134,12 @@ def dequantize(matrix: QuantizedMatrix) -> Tensor:
 
 def measure_error(matrix: QuantizedMatrix) -> float:
     """Return the largest relative error of products with a matrix: for each tile, and for more rows."""
-    plain, errors = dequantize_matrix(matrix), list[float]()
-    tiles = _list_tiles(plain)
+    errors, tiles = list[float](), _list_tiles(matrix.scales)
     for count in [*(tile.rows for tile in tiles), tiles[-1].rows + 1]:
-        generator = torch.Generator(plain.device).manual_seed(count)
-        rows = torch.empty(count, matrix.num_columns, dtype=plain.dtype, device=plain.device)
-        expected = torch.mm(rows.normal_(generator=generator), plain.t()).float()
+        generator = torch.Generator(matrix.scales.device).manual_seed(count)
+        rows = matrix.scales.new_empty(count, matrix.num_columns).normal_(generator=generator)
+        products = [torch.mm(rows, dequantize_in_torch(part).t()) for part in _split_matrix(matrix)]
+        expected = torch.cat(products, 1).float()
         difference = (multiply(rows, matrix).float() - expected).norm()
         errors.append(float(difference / expected.norm().clamp_min(1e-30)))
     return max(errors)
@@ -154,13 +154,17 @@ def multiply(rows: Tensor, matrix: QuantizedMatrix) -> Tensor:
     """Return `rows` [rows, columns] times the transposed matrix."""
     if 0 < len(rows) <= _list_tiles(rows)[-1].rows and matrix.block == MAX_BLOCK:
         return _multiply_few(rows, matrix)
-    codes, scales = matrix
-    out = rows.new_empty(len(rows), len(codes))
-    size = max(1, PART_BYTES // (matrix.num_columns * scales.element_size()))
-    for start in range(0, len(codes), size):
-        part = slice(start, start + size)
-        torch.mm(rows, dequantize(QuantizedMatrix(codes[part], scales[part])).t(), out=out[:, part])
+    out, start = rows.new_empty(len(rows), len(matrix.codes)), 0
+    for part in _split_matrix(matrix):
+        columns = slice(start, start := start + len(part.codes))
+        torch.mm(rows, dequantize(part).t(), out=out[:, columns])
     return out
+
+
+def _split_matrix(matrix: QuantizedMatrix) -> list[QuantizedMatrix]:
+    """Return the rows of a matrix in parts that are dequantized at a time."""
+    size = max(1, PART_BYTES // (matrix.num_columns * matrix.scales.element_size()))
+    return [QuantizedMatrix(*part) for part in zip(matrix.codes.split(size), matrix.scales.split(size))]
 
 
 def _multiply_few(rows: Tensor, matrix: QuantizedMatrix) -> Tensor:
