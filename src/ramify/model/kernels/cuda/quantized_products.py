@@ -28,7 +28,7 @@ class Tile:
 
     rows: int
     outputs: int
-    num_programs: int  # a matrix is split along its columns as long as there are no more
+    max_programs: int  # columns are split into parts up to this many programs
     num_warps: int
     num_stages: int
 
@@ -37,7 +37,7 @@ TILES = (Tile(16, 64, 256, 4, 4), Tile(64, 128, 256, 8, 3), Tile(128, 128, 128, 
 
 
 @triton.jit
-def _look_up(codes, LEVELS, SIZE: tl.constexpr):
+def _look_up(codes, LEVELS):
     """Return the levels of a vector of 4-bit codes."""
     return tl.gather(tl.load(LEVELS + tl.arange(0, 16)), codes.to(tl.int32), 0)
 
@@ -54,7 +54,7 @@ def _dequantize(
     scales = tl.load(SCALES + row * (WIDTH // PER_BLOCK) + block, mask=mask, other=0.0).to(tl.float32)
     targets = OUT + row * (WIDTH // PER_BLOCK * BLOCK) + block * BLOCK + index % PER_BLOCK
     if IN_PAIRS:
-        first, second = _look_up(codes & 15, LEVELS, SIZE) * scales, _look_up(codes >> 4, LEVELS, SIZE) * scales
+        first, second = _look_up(codes & 15, LEVELS) * scales, _look_up(codes >> 4, LEVELS) * scales
         tl.store(targets, first.to(OUT.dtype.element_ty), mask=mask)
         tl.store(targets + PER_BLOCK, second.to(OUT.dtype.element_ty), mask=mask)
     else:
@@ -68,8 +68,9 @@ def _multiply(
 ):  # fmt: skip
     """Multiply all rows with N rows of the matrix, by one part of the columns, K columns at a time.
 
-    The product is computed as [outputs, rows]: outputs fill the larger side of the tensor cores' tiles. Loads have no
-    masks, with which there would be one for each element of a block's scale: what is beyond the end repeats the last.
+    The product is computed as [outputs, rows]: outputs fill the larger side of the tensor cores' tiles. Rows and
+    outputs beyond the end are clamped to the last one, and the store masks them. Masked loads would make Triton load a
+    scale for every element instead of once per block.
     """
     output, row = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, M)
     matrix_row = tl.minimum(output, NUM_OUTPUTS - 1).to(tl.int64)[:, None]
@@ -106,7 +107,7 @@ def _multiply(
 def _look_up_matrix(codes, LEVELS):
     """Return the levels of a matrix of 4-bit codes."""
     SIZE: tl.constexpr = codes.shape[0] * codes.shape[1]
-    return _look_up(codes.reshape([SIZE]), LEVELS, SIZE).reshape(codes.shape)
+    return _look_up(codes.reshape([SIZE]), LEVELS).reshape(codes.shape)
 
 
 @triton.jit
@@ -173,7 +174,7 @@ def _multiply_few(rows: Tensor, matrix: QuantizedMatrix) -> Tensor:
     num_programs = triton.cdiv(num_outputs, tile.outputs)
     step = math.gcd(columns, COLUMNS_PER_STEP if is_half else MAX_BLOCK)
     num_steps = columns // step
-    steps_per_part = triton.cdiv(num_steps, max(1, tile.num_programs // num_programs))
+    steps_per_part = triton.cdiv(num_steps, max(1, tile.max_programs // num_programs))
     num_parts = triton.cdiv(num_steps, steps_per_part)
     out = rows.new_empty(len(rows), num_outputs)
     parts = out if num_parts == 1 else rows.new_empty(num_parts, *out.shape, dtype=torch.float32)
