@@ -154,7 +154,8 @@ class StepSequences:
     stop: Tensor  # [sequences] row after the last; an unused sequence has no rows
     state_slot: Tensor  # [sequences]
     chunks: Tensor  # [chunks, 3] first row, row after the last, and the slot of the state after a last chunk, else -1
-    tracks: Tensor  # [chunks, 3] the first chunk of a long sequence, the chunk after its last, its slot; or no chunks
+    # [chunks, 3] of each long sequence: its first chunk, the chunk after its last, its slot; unused rows are 0, 0, -1
+    tracks: Tensor
 
 
 @dataclass(frozen=True, slots=True)

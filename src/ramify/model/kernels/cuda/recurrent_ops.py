@@ -98,11 +98,11 @@ def _convolve_row(
 def _load_input(PROJECTED, row, row_stride, channel, mask, CHANNELS: tl.constexpr, GATED: tl.constexpr):
     """Load a row's inputs of the convolution. Gated ones are rounded, as they are in the window."""
     pointers = PROJECTED + row.to(tl.int64) * row_stride + channel
-    x = tl.load(pointers, mask=mask, other=0.0)
+    value = tl.load(pointers + (2 * CHANNELS if GATED else 0), mask=mask, other=0.0)
     if GATED:
-        ungated = tl.load(pointers + 2 * CHANNELS, mask=mask, other=0.0)
-        x = (x.to(tl.float32) * ungated.to(tl.float32)).to(x.dtype)
-    return x
+        gate = tl.load(pointers, mask=mask, other=0.0)
+        value = (gate.to(tl.float32) * value.to(tl.float32)).to(value.dtype)
+    return value
 
 
 @triton.jit
@@ -192,13 +192,13 @@ def _norm_and_gate(
     """Normalize each head of a row in place, and multiply it by SiLU of its gate."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     value = tl.arange(0, VALUES)[None, :]
-    mask, own = (head < HEADS) & (value < VALUE_DIM), X + (row * HEADS + head) * X_DIM + value
-    x = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+    mask, pointers = (head < HEADS) & (value < VALUE_DIM), X + (row * HEADS + head) * X_DIM + value
+    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     gates = PROJECTED + row * row_stride + first_gate
     gate = tl.load(gates + head * VALUE_DIM + value, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(WEIGHT + value, mask=value < VALUE_DIM, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 1) / VALUE_DIM + EPS)[:, None] * weight * gate / (1 + tl.exp(-gate))
-    tl.store(own, x.to(X.dtype.element_ty), mask=mask)
+    tl.store(pointers, x.to(X.dtype.element_ty), mask=mask)
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
