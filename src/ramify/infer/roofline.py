@@ -15,7 +15,7 @@ from ramify.infer.scheduler import ScheduledChunk
 from ramify.model.active_parameters import WeightCounts
 from ramify.model.device_copy import DevicePeaks, get_device_peaks
 from ramify.model.load import LoadedModel
-from ramify.model.lora import count_saved_bytes
+from ramify.model.lora import count_bytes_saved_by_quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class StepWork:
 
     weights: WeightCounts
     element_bytes: int
-    saved_bytes: int  # by matrices that are held in fewer bits
+    quantization_savings: int  # bytes that are not read, since matrices are held in fewer bits
     block_bytes: int  # keys and values of a block, in all layers
     state_bytes: int  # recurrent states of a request
     flops_per_pair: float  # attention of a query to a key, in all layers
@@ -38,7 +38,7 @@ class StepWork:
         return cls(
             weights=WeightCounts.from_model(model.module),
             element_bytes=model.dtype.itemsize,
-            saved_bytes=count_saved_bytes(model.module),
+            quantization_savings=count_bytes_saved_by_quantization(model.module),
             block_bytes=2 * num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize * block_size,
             state_bytes=sum(spec.nbytes for spec in model.state_specs),
             flops_per_pair=4.0 * num_layers * num_heads * shape.head_dim,
@@ -49,7 +49,7 @@ class StepWork:
         """Return the least time for a step."""
         num_tokens, weights = sum([chunk.num_tokens for chunk in chunks]), self.weights
         experts = weights.experts * min(1.0, num_tokens * weights.expert_share)
-        num_bytes = (weights.dense + experts + weights.head) * self.element_bytes - self.saved_bytes
+        num_bytes = (weights.dense + experts + weights.head) * self.element_bytes - self.quantization_savings
         num_bytes += num_held_blocks * self.block_bytes + 2 * len(chunks) * self.state_bytes
         flops = 2.0 * (weights.active * num_tokens + weights.head * len(chunks))
         if num_tokens > len(chunks):  # in a decode step attention is a matter of bytes

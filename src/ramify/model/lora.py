@@ -184,7 +184,7 @@ def quantize_base(model: nn.Module, mode: QuantizeMode, dtype: torch.dtype, devi
             module.quantize(mode, dtype, device)
 
 
-def count_saved_bytes(model: nn.Module) -> int:
+def count_bytes_saved_by_quantization(model: nn.Module) -> int:
     """Return how many bytes less a model reads because its matrices are quantized."""
     linears = [module for module in model.modules() if isinstance(module, LoraLinear)]
     return sum(

@@ -39,7 +39,7 @@ from ramify.model.kernels.recurrent_ops import (
     ShortConvWeights,
     plan_chunks,
 )
-from ramify.model.kernels.recurrent_ops import compute_recurrent as reference_recurrent
+from ramify.model.kernels.recurrent_ops import compute_recurrent_layer as reference_recurrent
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
@@ -263,7 +263,7 @@ class RecurrentSteps:
 
     def run(self, projected: torch.Tensor, lengths: list[int], slots: list[int], num_unused: int = 0) -> torch.Tensor:
         """Run a step with the kernels. Unused sequences have a row of padding each, as a graph has."""
-        from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent
+        from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent_layer
 
         starts, unused = np.cumsum([0, *lengths]), [0] * num_unused
         padded_rows = (starts[-1] + num_unused) * bool(num_unused)
@@ -277,7 +277,7 @@ class RecurrentSteps:
         ]
         sequences = StepSequences(*(torch.from_numpy(np.asarray(part, dtype=np.int32)).to(DEVICE) for part in numbers))
         padding = projected.new_full((num_unused, projected.shape[1]), torch.nan)
-        out = compute_recurrent(self.weights, torch.cat([projected, padding]), sequences, self.states, 3, 1e-6)
+        out = compute_recurrent_layer(self.weights, torch.cat([projected, padding]), sequences, self.states, 3, 1e-6)
         return out[: starts[-1]]
 
     def run_reference(self, projected: torch.Tensor, lengths: list[int], slots: list[int]) -> torch.Tensor:

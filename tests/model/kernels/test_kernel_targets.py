@@ -170,14 +170,14 @@ def run_gated_layers(key_heads: int, heads: int, width: int, dtype: torch.dtype)
 
 def run_short_convolution(channels: int, has_bias: bool, dtype: torch.dtype) -> None:
     """Run a gated short convolution, as in LFM2."""
-    from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent
+    from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent_layer
 
     conv, bias = torch.zeros(channels, 3, dtype=dtype), torch.zeros(channels, dtype=dtype) if has_bias else None
     states = StatePool([StateSpec(0, "conv", 0, (channels, 3), dtype)], 1, torch.device("cpu"))
     rows, projected = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3 * channels, dtype=dtype)
     chunks, tracks = torch.from_numpy(plan_chunks([], [], []))
     sequences = StepSequences(rows, rows, rows, rows, chunks, tracks)
-    compute_recurrent(ShortConvWeights(conv, bias), projected, sequences, states, 0, 1e-5)
+    compute_recurrent_layer(ShortConvWeights(conv, bias), projected, sequences, states, 0, 1e-5)
 
 
 def train_layer(width: int, dtype: torch.dtype) -> None:

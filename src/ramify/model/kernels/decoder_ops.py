@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.kernels.paged_attention import AttentionMetadata, write_kv
 from ramify.model.kernels.quantization import QuantizedMatrix, dequantize_matrix
-from ramify.model.kernels.recurrent_ops import RecurrentWeights, compute_recurrent
+from ramify.model.kernels.recurrent_ops import RecurrentWeights, compute_recurrent_layer
 
 Matrix = Tensor | QuantizedMatrix
 """A matrix [in, out], or a quantized one, which is [out, in]."""
@@ -98,8 +98,8 @@ class DecoderWeights:
 class DecoderOps:
     """One decoder step in PyTorch. `forward` runs it; each layer is `project_qkv`, `attend`, `project_out_and_mlp`.
 
-    In a recurrent layer `apply_recurrent` takes the place of the first two. `description` says in a few words which
-    implementation this is, and why not a faster one.
+    In a recurrent layer `apply_recurrent_layer` takes the place of the first two. `description` says in a few words
+    which implementation this is, and why not a faster one.
     """
 
     def __init__(self, sizes: DecoderSizes, description: str = "torch") -> None:
@@ -144,7 +144,7 @@ class DecoderOps:
                 qkv = self.project_qkv(layer, hidden, rope, attn_metadata, kv_index)
                 attn_output = self.attend(qkv, attn_metadata, kv_index)
             else:
-                attn_output = self.apply_recurrent(layer, layer.recurrent, hidden, attn_metadata, index)
+                attn_output = self.apply_recurrent_layer(layer, layer.recurrent, hidden, attn_metadata, index)
             is_last = index == len(weights.layers) - 1
             if is_last and len(logit_rows) < len(hidden):  # the other rows only had to write keys and values
                 attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
@@ -186,7 +186,7 @@ class DecoderOps:
         attn_output = attn_metadata.attend(query.contiguous(), layer_index, self.sizes.scaling)
         return (attn_output * self._get_gates(qkv).sigmoid()).flatten(1)
 
-    def apply_recurrent(
+    def apply_recurrent_layer(
         self,
         layer: LayerWeights,
         recurrent: RecurrentWeights,
@@ -201,10 +201,10 @@ class DecoderOps:
             projected += layer.qkv_bias
         states = attn_metadata.states
         assert states is not None
-        outputs = [
-            compute_recurrent(recurrent, projected[tile.start : tile.stop], tile, states, layer_index, self.sizes.eps)
-            for tile in attn_metadata.tiles
-        ]
+        outputs: list[Tensor] = []
+        for tile in attn_metadata.tiles:
+            rows = projected[tile.start : tile.stop]
+            outputs.append(compute_recurrent_layer(recurrent, rows, tile, states, layer_index, self.sizes.eps))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def project_out_and_mlp(self, layer: LayerWeights, attn_output: Tensor, hidden: Tensor) -> Tensor:
@@ -231,5 +231,5 @@ class DecoderOps:
 
 
 def scale_rows(rows: Tensor, scale: float) -> Tensor:
-    """Multiply rows in place."""
+    """Return `rows`, multiplied in place by `scale`."""
     return rows if scale == 1.0 else rows.mul_(scale)

@@ -93,7 +93,7 @@ class ShortConvWeights:
 RecurrentWeights = DeltaRuleWeights | ShortConvWeights
 
 
-def compute_recurrent(
+def compute_recurrent_layer(
     weights: RecurrentWeights, projected: Tensor, tile: AttentionTile, states: StatePool, layer: int, eps: float
 ) -> Tensor:
     """Return what the second projection of a recurrent layer gets for a tile's rows; the states are changed.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.kernels.cuda.quantized_products import multiply
-from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent
+from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent_layer
 from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights, Matrix, scale_rows
 from ramify.model.kernels.paged_attention import AttentionMetadata
 from ramify.model.kernels.quantization import QuantizedMatrix
@@ -150,7 +150,7 @@ class CudaDecoderOps(DecoderOps):
                 qkv = self._project_and_cache(layer, normed, weights.rope_table, positions, attn_metadata, kv_index)
                 attn_output = self.attend(qkv, attn_metadata, kv_index)
             else:
-                attn_output = self._apply_recurrent(layer, layer.recurrent, normed, attn_metadata, index)
+                attn_output = self._apply_recurrent_layer(layer, layer.recurrent, normed, attn_metadata, index)
             if index == len(weights.layers) - 1:  # the other rows only had to write keys and values
                 attn_output, hidden = attn_output.index_select(0, logit_rows), hidden.index_select(0, logit_rows)
             addend = self.matmul(attn_output, layer.out, layer.out_bias)
@@ -215,7 +215,7 @@ class CudaDecoderOps(DecoderOps):
             )
         return attn_output
 
-    def _apply_recurrent(
+    def _apply_recurrent_layer(
         self,
         layer: LayerWeights,
         recurrent: RecurrentWeights,
@@ -227,7 +227,7 @@ class CudaDecoderOps(DecoderOps):
         projected = self.add_adapter(self.matmul(normed, layer.qkv, layer.qkv_bias), normed, layer.qkv_adapter)
         states, plan = attn_metadata.states, attn_metadata.plan
         assert states is not None and plan is not None and plan.sequences is not None
-        return compute_recurrent(recurrent, projected, plan.sequences, states, layer_index, self.sizes.eps)
+        return compute_recurrent_layer(recurrent, projected, plan.sequences, states, layer_index, self.sizes.eps)
 
     def _multiply_silu(self, gate_up: Tensor) -> Tensor:
         rows, inner = len(gate_up), gate_up.shape[1] // 2

@@ -204,7 +204,7 @@ def _norm_and_gate(
 # -- operators -------------------------------------------------------------------------------------------------------
 
 
-def compute_recurrent(
+def compute_recurrent_layer(
     weights: RecurrentWeights, projected: Tensor, sequences: StepSequences, states: StatePool, layer: int, eps: float
 ) -> Tensor:
     """Return what the second projection of a recurrent layer gets, [rows, channels]; the states are changed."""
