@@ -228,9 +228,9 @@ class SmallGemmDecoderOps(DecoderOps):
 
     def matmul(self, rows: Tensor, weight: Matrix, addend: Tensor | None = None) -> Tensor:
         """Multiply a few rows with a weight in C; other sizes are left to the base class."""
+        assert isinstance(weight, Tensor)  # `check_placement` has found no quantized ones
         count, width = rows.shape
-        # 0 if a chunk of a prompt is computed and nothing is sampled
-        if not 0 < count <= MAX_ROWS or isinstance(weight, QuantizedMatrix):
+        if not 0 < count <= MAX_ROWS:  # 0 if a chunk of a prompt is computed and nothing is sampled
             return super().matmul(rows, weight, addend)
         rows, out = rows.contiguous(), rows.new_empty(count, weight.shape[1])
         addresses = rows.data_ptr(), weight.data_ptr(), None if addend is None else addend.data_ptr(), out.data_ptr()
