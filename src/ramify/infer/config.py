@@ -31,7 +31,8 @@ class EngineAdaptersConfig(Config):
     alpha: int = Field(default=32, ge=1)
     target_modules: list[str] = []
     quantize: Literal["8bit", "4bit"] | None = None
-    """Round the matrices beside adapters to 8 or 4 bits, as the trainer does."""
+    """Hold the matrices beside adapters in 8 or 4 bits, as the trainer does. On a CPU they are rounded to the same
+    numbers and keep their dtype."""
 
 
 class EngineConfig(Config):
@@ -74,8 +75,8 @@ class EngineConfig(Config):
     batch_invariant: bool = False
     """Use fixed shapes: a request then gets the same bits whatever else is in the batch. Slower."""
     fused_ops: bool = True
-    """Run Llama-like models, Qwen3.5 and LFM2 with fused operators, after checking them against the model's own code.
-    On a CPU some of them are compiled at the start if there is a C compiler."""
+    """Run the families that docs/models.md lists as `fused` with fused operators, after checking these against the
+    model's own code. On a CPU some of them are compiled at the start if there is a C compiler."""
     weights_url: str | None = None
     """Object store to fetch published weights from if their directory is not on this node. A run sets it."""
     copy_from_trainer: bool = True
