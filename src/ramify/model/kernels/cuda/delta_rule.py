@@ -88,7 +88,10 @@ def _fork_offsets(
     index, head, column, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Return the offsets of columns of a head's state, [K, W], at a fork or in a slot; there, -1 for padding."""
+    """Return the offsets of a head's state columns, [K, W], at a fork or, with SLOT_STRIDE, in a slot.
+
+    Padded elements of a slot have offset -1.
+    """
     if SLOT_STRIDE == 0:
         offsets = _state_offsets(index, head, column, HEADS, K, V, W)
     else:
