@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -15,9 +16,9 @@ from ramify.core.errors import WeightsRefused
 from ramify.model.fused_model import FusedModel, _run_check_sequence, build_fused_model, build_hf_forward
 from ramify.model.kernels.cpu.decoder import CompiledDecoderOps
 from ramify.model.kernels.decoder_ops import DecoderOps
-from ramify.model.kernels.quantization import QuantizedMatrix, dequantize_matrix, quantize_matrix
+from ramify.model.kernels.quantization import QuantizedMatrix, dequantize_matrix, get_levels, quantize_matrix
 from ramify.model.load import load_config, load_engine_model, load_hf_model
-from ramify.model.lora import add_engine_adapters, quantize_base
+from ramify.model.lora import LoraLinear, add_engine_adapters, quantize_base, set_matrix
 from ramify.model.weights import apply_weights, get_untied_tensors, publish_weights, stage_weights
 from ramify.model.weights_manifest import PublishedAdapters, read_tensor_dtypes, read_tensor_shapes
 from ramify.trace.version import PolicyVersion
@@ -161,6 +162,21 @@ def test_the_fused_forward_multiplies_with_the_codes_of_a_quantized_base(base, t
     queries = module.model.layers[0].self_attn.q_proj
     views = queries.weight if targets else queries.weight_codes
     assert views.data_ptr() == (layer.qkv if isinstance(layer.qkv, torch.Tensor) else layer.qkv.codes).data_ptr()
+
+
+@pytest.mark.parametrize("mode", ["8bit", "4bit"])
+def test_a_matrix_on_a_gpu_is_dequantized_by_the_kernel(mode, monkeypatch):
+    jit_function = pytest.importorskip("triton").runtime.jit.JITFunction
+    launches: list[str] = []
+    monkeypatch.setattr(jit_function, "run", lambda kernel, *_, **__: launches.append(kernel.__name__))
+    linear = LoraLinear(torch.nn.Linear(64, 6), 2, 4, torch.Generator())
+    quantized = quantize_matrix(linear.weight, mode)
+    get_levels.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):  # as if there was a GPU
+        set_matrix(linear, QuantizedMatrix(*(torch.empty_like(part, device="cuda") for part in quantized)))
+        matrix = linear.get_matrix()
+    get_levels.cache_clear()
+    assert launches == ["_dequantize"] and matrix.shape == (6, 64)
 
 
 class DeviceBytes(TorchDispatchMode):

@@ -44,7 +44,15 @@ def lora_input_gradient(
 
 
 def _get_matrix(weight: Tensor, scales: Tensor | None) -> Tensor:
-    return weight if scales is None else dequantize_matrix(QuantizedMatrix(weight, scales))
+    """Return a weight, or the matrix of codes and scales; outside of compiled code on a GPU it is one kernel."""
+    if scales is None:
+        return weight
+    matrix = QuantizedMatrix(weight, scales)
+    if not weight.is_cuda or torch.compiler.is_compiling():
+        return dequantize_matrix(matrix)
+    from ramify.model.kernels.cuda.quantized_products import dequantize  # needs Triton
+
+    return dequantize(matrix)
 
 
 @lora_linear.register_fake
@@ -135,7 +143,7 @@ class LoraLinear(nn.Linear):
 
     def get_matrix(self) -> Tensor:
         """Return the weight, dequantized if it is quantized."""
-        return self.weight if self.quantized is None else dequantize_matrix(self.quantized)
+        return self.weight if self.weight_codes is None else _get_matrix(self.weight_codes, self.weight_scales)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with the weight, plus the adapter's if it is enabled."""

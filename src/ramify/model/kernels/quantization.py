@@ -82,15 +82,6 @@ def quantize_matrix(matrix: Tensor, mode: QuantizeMode) -> QuantizedMatrix:
 
 
 def dequantize_matrix(matrix: QuantizedMatrix) -> Tensor:
-    """Return the matrix, in the dtype of its scales."""
-    if not matrix.codes.is_cuda or torch.compiler.is_compiling():
-        return dequantize_in_torch(matrix)
-    from ramify.model.kernels.cuda.quantized_products import dequantize  # needs Triton
-
-    return dequantize(matrix)
-
-
-def dequantize_in_torch(matrix: QuantizedMatrix) -> Tensor:
     """Return the matrix, in the dtype of its scales, with operators of PyTorch: the reference of the kernels."""
     codes, scales = matrix
     rows, blocks = scales.shape

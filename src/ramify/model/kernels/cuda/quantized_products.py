@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ramify.model.kernels.quantization import MAX_BLOCK, QuantizedMatrix, dequantize_in_torch, get_levels
+from ramify.model.kernels.quantization import MAX_BLOCK, QuantizedMatrix, dequantize_matrix, get_levels
 
 PART_BYTES = 64 << 20  # of a matrix that are dequantized at a time; what caches hold for the product that follows
 COLUMNS_PER_STEP = 128
@@ -139,7 +139,7 @@ def measure_error(matrix: QuantizedMatrix) -> float:
     for count in [*(tile.rows for tile in tiles), tiles[-1].rows + 1]:
         generator = torch.Generator(matrix.scales.device).manual_seed(count)
         rows = matrix.scales.new_empty(count, matrix.num_columns).normal_(generator=generator)
-        products = [torch.mm(rows, dequantize_in_torch(part).t()) for part in _split_matrix(matrix)]
+        products = [torch.mm(rows, dequantize_matrix(part).t()) for part in _split_matrix(matrix)]
         expected = torch.cat(products, 1).float()
         difference = (multiply(rows, matrix).float() - expected).norm()
         errors.append(float(difference / expected.norm().clamp_min(1e-30)))
