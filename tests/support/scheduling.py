@@ -49,6 +49,7 @@ HEAVY_TESTS = (
     *(["tests/model/kernels/test_cuda_kernels.py"] if HAS_GPU else []),  # without one, it only starts a process
     "tests/model/test_",
     "tests/train/",
+    "tests/launch/test_memory.py",
     "tests/tools/test_benchmark_config.py",
     "tests/cli/test_doctor.py",
     "tests/cli/test_init.py",
