@@ -71,8 +71,8 @@ def test_ideal_time_adds_up_over_steps(core):
 def test_a_quantized_base_is_read_in_its_bits(core):
     chunks, module, peaks = build_chunks(core, (10, 11)), core.model.module, DevicePeaks(flops=1e15, memory_bytes=1e6)
     add_adapters(module, 2, 4, [])
-    whole = StepWork.from_model(core.model, 4, peaks).ideal_seconds(chunks, 0)
+    unquantized_seconds = StepWork.from_model(core.model, 4, peaks).ideal_seconds(chunks, 0)
     quantize_base(module, "4bit", torch.float32, core.model.device)
-    quantized = StepWork.from_model(core.model, 4, peaks).ideal_seconds(chunks, 0)
+    quantized_seconds = StepWork.from_model(core.model, 4, peaks).ideal_seconds(chunks, 0)
     num_scales = LLAMA_WEIGHTS // 32 - LAYERS * HIDDEN * INNER // 64  # the last product has blocks of 64 columns
-    assert whole - quantized == pytest.approx((LLAMA_WEIGHTS * 3.5 - 4 * num_scales) / 1e6)
+    assert unquantized_seconds - quantized_seconds == pytest.approx((LLAMA_WEIGHTS * 3.5 - 4 * num_scales) / 1e6)
