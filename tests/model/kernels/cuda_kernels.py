@@ -602,6 +602,8 @@ def test_a_wrong_product_is_measured(monkeypatch):
     assert quantized_products.measure_error(matrix) < 1e-6
     monkeypatch.setattr(quantized_products, "dequantize", lambda part: dequantize_matrix(part).roll(1, 0))
     assert quantized_products.measure_error(matrix) > 0.5
+    monkeypatch.setattr(quantized_products, "dequantize", lambda part: dequantize_matrix(part) * torch.nan)
+    assert math.isnan(quantized_products.measure_error(matrix))  # of the last number of rows only
 
 
 def test_products_with_matrices_of_every_shape_are_checked(monkeypatch):

@@ -143,7 +143,7 @@ def measure_error(matrix: QuantizedMatrix) -> float:
         expected = torch.cat(products, 1).float()
         difference = (multiply(rows, matrix).float() - expected).norm()
         errors.append(float(difference / expected.norm().clamp_min(1e-30)))
-    return max(errors)
+    return float(torch.tensor(errors).max())  # unlike Python's, it keeps NaN
 
 
 def _list_tiles(tensor: Tensor) -> tuple[Tile, ...]:
