@@ -3,7 +3,7 @@
 Each configuration is planned as `ramify rl` plans it. Then one process, whose memory is limited to the GPU of the plan,
 holds the engine and the trainer with the planned sizes: it fills the KV cache, runs the trainer's trial, and trains the
 two largest steps, one of full groups and one of paths of `seq_len` tokens. A limit that the trainer had to lower is
-reported too. Several configurations run side by side while their limits fit the GPU.
+reported too. Several configurations run side by side while their planned sizes fit the GPU.
 
 With `--hand`, some trainers also take a step with six settings made by hand, as fast as each fits; compared is the
 speed with the planned sizes.
@@ -57,8 +57,11 @@ def draw_cases(count: int, seed: int, memories: Sequence[int]) -> list[dict[str,
     return [{"number": n, **{key: rng.choice(values) for key, values in choices.items()}} for n in range(count)]
 
 
-def plan_case(case: dict[str, Any], model: Path) -> RunConfig:
-    """Return the configuration of a case with its sizes. Raises ClusterTooSmall if it is refused."""
+def plan_case(case: dict[str, Any], model: Path) -> tuple[RunConfig, float]:
+    """Return the configuration of a case with its sizes, and the GiB that they take of the GPU.
+
+    Raises ClusterTooSmall if it is refused.
+    """
     flags = {
         "model.name": model,
         "seq_len": case["seq_len"],
@@ -71,8 +74,8 @@ def plan_case(case: dict[str, Any], model: Path) -> RunConfig:
     config = parse(RunConfig, [argument for key, value in flags.items() for argument in (f"--{key}", str(value))])
     node = build_node(case)
     planned, _ = plan_sizes(config, [node])
-    place_run(planned, [node], user_config=config)
-    return planned
+    memory = place_run(planned, [node], user_config=config).list_memory()
+    return planned, max(needed for _, needed, available in memory if available == node.gpu_memory) / GIB
 
 
 def build_node(case: dict[str, Any]) -> ClusterNode:
@@ -89,7 +92,7 @@ def format_plan(case: dict[str, Any], model: Path) -> str:
     name = f"{case['number']:2} {case['model']:>4} {kind:>4} {case['memory']:3} GiB"
     name += f" {case['seq_len']:5} x {case['group']:2}"
     try:
-        config = plan_case(case, model)
+        config, _ = plan_case(case, model)
     except ClusterTooSmall as error:
         return f"{name}: refused: {error.message.splitlines()[-1]}"
     trainer, inference = config.trainer, config.inference
@@ -122,7 +125,7 @@ def run_case(case: dict[str, Any], model: Path) -> dict[str, Any]:
     """Hold engine and trainer of a case in memory, and let them work; return whether they fit."""
     import torch
 
-    config = plan_case(case, model)
+    config, _ = plan_case(case, model)
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(min(1.0, (case["memory"] - CONTEXTS_GIB) * GIB / total))
     lines: list[str] = []
@@ -257,11 +260,11 @@ def run_all(cases: list[dict[str, Any]], home: Path, args: Any) -> list[dict[str
 
     for case in sorted(cases, key=lambda case: case["memory"]):
         try:
-            plan_case(case, home / case["model"])
+            _, planned_gib = plan_case(case, home / case["model"])
         except ClusterTooSmall as error:
             add_result({**case, "outcome": "refused", "detail": str(error).splitlines()[-1]})
         else:
-            waiting.append({**case, "hand": len(waiting) < args.hand})
+            waiting.append({**case, "hand": len(waiting) < args.hand, "planned": round(planned_gib, 1)})
     running: list[tuple[dict[str, Any], subprocess.Popen[bytes], Path, float]] = []
     last_end = started_at + args.limit
     while running or (waiting and time.monotonic() < last_end):
@@ -285,9 +288,9 @@ def run_all(cases: list[dict[str, Any]], home: Path, args: Any) -> list[dict[str
     return results
 
 
-def _count_gib(case: dict[str, Any]) -> int:
+def _count_gib(case: dict[str, Any]) -> float:
     """Return the GiB that a case takes of the GPU; one whose steps are timed runs alone."""
-    return USABLE_GIB if case["hand"] else min(case["memory"], USABLE_GIB)
+    return USABLE_GIB if case["hand"] else min(case["planned"], USABLE_GIB)
 
 
 def _has_ended(case: dict[str, Any], process: subprocess.Popen[bytes], log: Path, deadline: float) -> bool:

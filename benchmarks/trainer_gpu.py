@@ -245,11 +245,13 @@ def utilisation(trainer: Trainer, maker: TraceMaker, targets: Sequence[float | N
     return rows, compiled
 
 
-def speed_up(trainer: Trainer, maker: Rollouts, packs: int, target: float | None) -> tuple[list[Row], int]:
+def speed_up(
+    trainer: Trainer, maker: Rollouts, packs: int, ratios: Sequence[int], target: float | None
+) -> tuple[list[Row], int]:
     rows: list[Row] = []
     compiled = 0
     for name, make in (("groups of 16", maker.group), ("agents with forks", maker.agent)):
-        for ratio in RATIOS:
+        for ratio in ratios:
             forests, flat = pack_both_ways(fill_packs(make, ratio, packs))
             seconds: list[float] = []
             for packed in (forests, flat):
@@ -279,7 +281,7 @@ def speed(trainer: Trainer, maker: Rollouts, args: Any) -> list[Row]:
         new_rows, recompiled = utilisation(trainer, maker, mfu_targets)
         rows, compiled = rows + new_rows, compiled + recompiled
     if args.only != "mfu":
-        new_rows, recompiled = speed_up(trainer, maker, args.packs, forest_target)
+        new_rows, recompiled = speed_up(trainer, maker, args.packs, args.ratios, forest_target)
         rows, compiled = rows + new_rows, compiled + recompiled
     return [*rows, Row("compilations after the third step", float(compiled), None, "", 0.0)]
 
@@ -288,6 +290,7 @@ def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b", help="shape of the model")
     flags.add_argument("--packs", type=int, default=4, help="packs of 16k tokens the forests of a comparison fill")
+    flags.add_argument("--ratios", type=int, nargs="+", choices=RATIOS, default=RATIOS, help="token ratios compared")
     flags.add_argument("--only", choices=["mfu", "forest"], help="run one of the comparisons")
     args: Any = flags.parse_args()
     if not torch.cuda.is_available():

@@ -14,7 +14,7 @@ from typing import Any
 from ramify.train.config import TrainerConfig
 from ramify.train.memory import ModelSize, estimate_rank
 
-PACK_SIZES = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
+PACK_SIZES = (49152, 32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
 PACK_MULTIPLE = 128  # `pack_tokens` is a multiple of it
 PACK_LOSS_TOKENS = 512  # lost per pack; at 7.1 B, four packs of 4k took at most 1.12 times as long as one of 16k
 REPEATED_FRACTION = 0.25  # of `seq_len`, computed again in each pack: a prefix that the tree of another pack has too
