@@ -190,7 +190,8 @@ def _list_options(
     model, division = find_size(config.model.name), GpuDivision(config, nodes, find_size)
     steps = [SizeOption({} if moments is None else {MOMENTS_KEY: moments})]
     if model is not None and division.gpus_per_rank:
-        steps = list_step_options(config.trainer, model, config.seq_len, moments)
+        num_gpus = int(sum(node.num_gpus for node in nodes))
+        steps = list_step_options(config.trainer, model, config.seq_len, moments, num_gpus=num_gpus)
     by_cost = [(_list_engine_settings(config, division, share), cost) for share, cost in CACHE_COSTS.items()]
     engines = [(engine_settings, cost) for engine_settings, cost in by_cost if engine_settings is not None]
     options = [
