@@ -175,8 +175,8 @@ class TrainerConfig(Config):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; None is torch's default."""
     pack_tokens: Literal["auto"] | Annotated[int, Field(ge=128, multiple_of=128)] = "auto"
-    """Tokens per forward and backward pass; larger trees are split. `auto`: what the GPU's memory allows, up to 16,384
-    or twice `seq_len`; 16,384 on a CPU."""
+    """Tokens per forward and backward pass; larger trees are split. `auto`: what the GPU's memory allows, up to 49,152
+    (16,384 with several GPUs) or twice `seq_len`; 16,384 on a CPU."""
     compile: bool | None = None
     """Compile the layers; None compiles on a GPU."""
     recompute_layers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
