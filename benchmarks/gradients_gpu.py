@@ -7,6 +7,9 @@ depth, trained here on the sources of Python's standard library, and SmolLM2 if 
 A batch is packed flat in several ways and as forests in as many. The check compares the mean distance of forests to
 flat runs with the largest distance between two flat runs; compared with the mean distance of flat runs the ratio is 1
 within its error, so that is only printed. The distance of forests to float32 may be 3 % larger than for flat runs.
+
+With Qwen3, an allocation is also made to fail: the step is repeated with recomputed layers or smaller packs, and may be
+as far from flat runs as these are from each other.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ BATCHES = 8
 PACK_COUNTS = (1, 2, 3, 4)  # approximate numbers of packs of a batch
 TRAIN_STEPS = 400
 TRAIN_CHARS = 5_000_000
+FAILING_MODEL = "qwen3"
+FAILING_SHARE = 0.25  # of the memory that a step needs, when an allocation shall fail
 SIZES: dict[str, Any] = {
     "vocab_size": 288,  # of the byte tokenizer of `tiny`
     "hidden_size": 576,
@@ -223,6 +228,30 @@ def measure_distances(
     )
 
 
+def compare_after_failed_allocation(name: str, trainer: Trainer, maker: TextTraceMaker) -> Row:
+    """Compare a step that ran out of memory, and was repeated with less, with flat runs. Its limits stay lowered."""
+    groups = [maker.uneven_group() for _ in range(2)]
+    forests, paths = ([build_forest(group) for group in groups], [build_forest([t]) for group in groups for t in group])
+    size, planned = sum(map(len, paths)), trainer.activations.limits
+    flat = [compute_gradient(trainer, pack_forests(paths, size // n + PATH_TOKENS, flat=True)) for n in PACK_COUNTS]
+    packs = pack_forests(forests, PACK_TOKENS)
+    trainer.free_memory()
+    kept = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    compute_gradient(trainer, packs)
+    needed = torch.cuda.max_memory_reserved() - kept
+    trainer.free_memory()
+    torch.cuda.set_per_process_memory_fraction((kept + FAILING_SHARE * needed) / torch.cuda.mem_get_info()[1])
+    failed = compute_gradient(trainer, packs)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    if trainer.activations.limits == planned:
+        raise SystemExit("no allocation failed: the limit was too high")
+    print(f"{name}, after a failed allocation: {trainer.activations.limits} instead of {planned}", flush=True)
+    distance = statistics.mean(relative_distances(itertools.product([failed], flat)))
+    ratio = distance / max(relative_distances(itertools.combinations(flat, 2)))
+    return Row(f"{name}, after a failed allocation: to flat over the furthest flat to flat", ratio, None, "x", 1.0)
+
+
 def compare(name: str, trainer: Trainer, exact: Trainer, maker: TextTraceMaker) -> list[Row]:
     """Compare groups, and trees with forks and several roots, which small packs split.
 
@@ -277,6 +306,8 @@ def main() -> int:
         trainer = make_trainer(MODELS[name], PACK_TOKENS, {"lr": 1e-3, "schedule": {"warmup_steps": 30}})
         train(name, trainer, maker, args.lessons)
         rows += compare(name, trainer, make_float32_copy(trainer, MODELS[name]), TextTraceMaker(tiny, text))
+        if name == FAILING_MODEL:
+            rows.append(compare_after_failed_allocation(name, trainer, TextTraceMaker(tiny, text)))
     if args.smollm2:
         trainer = make_trainer(args.smollm2, PACK_TOKENS, {})
         rows += compare(
