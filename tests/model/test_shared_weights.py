@@ -12,7 +12,7 @@ from torch import nn
 from ramify.core.errors import DeadlineExceeded, WeightsMissing, WeightsRefused, WeightsReplaced
 from ramify.infer import weight_loader
 from ramify.infer.weight_loader import WeightLoader
-from ramify.model import publish_weights
+from ramify.model import publish_weights, weights
 from ramify.model.shared_weights import (
     Announcement,
     MemoryUnreadable,
@@ -53,11 +53,15 @@ def test_a_changed_word_and_two_exchanged_words_change_the_checksum(words, data)
     changed[index], changed[other] = changed[other], changed[index]
     if changed == words:
         changed[index] ^= data.draw(st.integers(1, 2**30))
-    split = data.draw(st.integers(0, len(words)))
-    checksums = [
-        compute_tensor_checksum([torch.tensor(part[:split], dtype=torch.int32), torch.tensor(part[split:])])
-        for part in (words, changed)
-    ]
+    first, second = sorted(data.draw(st.integers(0, len(words))) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "CHECKSUM_WORDS", data.draw(st.sampled_from([3, 8, weights.CHECKSUM_WORDS])))
+        checksums = [
+            compute_tensor_checksum(
+                [torch.tensor(part[:first], dtype=torch.int32), *map(torch.tensor, (part[first:second], part[second:]))]
+            )
+            for part in (words, changed)
+        ]
     assert checksums[0] != checksums[1]
 
 

@@ -228,17 +228,36 @@ def _copy_tensors(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) 
 def compute_tensor_checksum(tensors: Iterable[Tensor]) -> tuple[int, int]:
     """Return the sum of the 8-byte words of tensors and a sum weighted by position, modulo 2^64, on their device."""
     total: Tensor | None = None
-    for tensor in tensors:
-        data = tensor.contiguous().flatten().view(torch.uint8)
-        if data.nbytes % 8 or data.storage_offset() % 8:
-            data = torch.cat([data, data.new_zeros(-data.nbytes % 8)])
-        words = data.view(torch.int64)
-        weights = torch.arange(1, 2 * min(CHECKSUM_WORDS, len(words)) + 1, 2, device=data.device)
-        total = torch.zeros(2, dtype=torch.int64, device=data.device) if total is None else total
+    for words in _join_small_tensors(map(_view_as_words, tensors)):
+        weights = torch.arange(1, 2 * min(CHECKSUM_WORDS, len(words)) + 1, 2, device=words.device)
+        total = torch.zeros(2, dtype=torch.int64, device=words.device) if total is None else total
         for part in words.split(CHECKSUM_WORDS):
             total = total * CHECKSUM_FACTOR + torch.stack([part.sum(), (part * weights[: len(part)]).sum()])
     first, second = (0, 0) if total is None else total.tolist()
     return first, second
+
+
+def _view_as_words(tensor: Tensor) -> Tensor:
+    """Return the 8-byte words of a tensor, padded with zeros."""
+    data = tensor.contiguous().flatten().view(torch.uint8)
+    if data.nbytes % 8 or data.storage_offset() % 8:
+        data = torch.cat([data, data.new_zeros(-data.nbytes % 8)])
+    return data.view(torch.int64)
+
+
+def _join_small_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield these vectors, small ones joined up to `CHECKSUM_WORDS`, because a launch takes longer than their sums."""
+    small: list[Tensor] = []
+    for tensor in tensors:
+        if small and sum(map(len, small)) + len(tensor) > CHECKSUM_WORDS:
+            yield torch.cat(small)
+            small = []
+        if len(tensor) > CHECKSUM_WORDS:
+            yield tensor
+        else:
+            small.append(tensor)
+    if small:
+        yield torch.cat(small)
 
 
 def _read_verified(path: Path, digest: str) -> dict[str, Tensor]:
