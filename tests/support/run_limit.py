@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -65,14 +64,18 @@ class RunLimit:
             self._kill_processes()
 
     def expire(self) -> None:
-        """Stop the session, and kill it with all its processes if it does not end."""
+        """Stop the session, and kill it with all its processes if it does not end, whatever fails in here."""
         self.must_sweep = True
-        self._write(self._describe())
-        self._stop_session()
-        if not self._has_ended.wait(self.report_seconds):
-            self._write("The session did not end; its processes are killed.\n")
-            self._kill_processes()
-            os._exit(EXIT_STATUS)
+        try:
+            self._write(self._describe())
+            self._stop_session()
+        finally:
+            if not self._has_ended.wait(self.report_seconds):
+                try:
+                    self._write("The session did not end; its processes are killed.\n")
+                    self._kill_processes()
+                finally:
+                    os._exit(EXIT_STATUS)
 
     def _write(self, text: str) -> None:
         os.write(self._stderr, text.encode(errors="replace"))
@@ -96,18 +99,15 @@ class RunLimit:
         # A worker that aborts shows its stacks. xdist reports its test as failed, and must not start another worker.
         session.shouldstop = "time limit of the run"
         session._max_worker_restart = 0
-        for worker in self._find_workers():
-            worker.send_signal(signal.SIGABRT)
-
-    def _find_workers(self) -> Iterator[psutil.Process]:
-        for node in self._config.pluginmanager.get_plugin("dsession")._active_nodes:
-            yield psutil.Process(node.gateway._io.popen.pid)
+        for node in session._active_nodes.copy():  # the session's thread changes it
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(node.gateway._io.popen.pid).send_signal(signal.SIGABRT)
 
     def _kill_processes(self) -> None:
         """Kill every process that the run has started, also if it has another parent by now."""
         started = {process for process in psutil.process_iter(["environ"]) if self._is_started_here(process)}
         for process in started.union(psutil.Process().children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
 
     def _is_started_here(self, process: psutil.Process) -> bool:

@@ -245,7 +245,8 @@ def test_hang():
     time.sleep(600)
 """
 EXPIRE = """
-import pathlib, threading, time
+import pathlib, subprocess, threading, time
+import psutil
 
 def pytest_configure(config):
     limit = config.pluginmanager.get_plugin("run_limit")
@@ -253,23 +254,45 @@ def pytest_configure(config):
         while not pathlib.Path("hanging").exists():
             time.sleep(0.01)
         limit.report_seconds = {report_seconds}
+        {preparation}
         limit.expire()
     if limit is not None:
         threading.Thread(target=wait, daemon=True).start()
+
+class EndedWorker:
+    # A worker whose process has ended, and which leaves the session's set while that is listed.
+    def __init__(self, session):
+        self.session, self._io, self.popen = session, self, subprocess.Popen(["true"])
+        self.popen.wait()
+        session._active_nodes.add(self)
+
+    @property
+    def gateway(self):
+        self.session._active_nodes.discard(self)
+        return self
+
+def refuse_kills():
+    kill = psutil.Process.kill
+    def kill_and_raise(process):
+        kill(process)
+        raise psutil.AccessDenied(process.pid)
+    psutil.Process.kill = kill_and_raise
 """
+IGNORE_INTERRUPTS = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
 
 
 @pytest.mark.parametrize(
-    ("workers", "preparation", "report_seconds", "status"),
+    ("workers", "preparations", "report_seconds", "status"),
     [
-        pytest.param("0", "", 60, 2, id="one process"),
-        pytest.param("0", "signal.signal(signal.SIGINT, signal.SIG_IGN)", 0.2, 124, id="no interrupt"),
-        pytest.param("1", "", 60, 2, id="worker"),
+        pytest.param("0", ("", ""), 60, 2, id="one process"),
+        pytest.param("0", (IGNORE_INTERRUPTS, "refuse_kills()"), 0.2, 124, id="no interrupt"),
+        pytest.param("1", ("", "EndedWorker(config.pluginmanager.get_plugin('dsession'))"), 60, 2, id="worker"),
     ],
 )
-def test_a_hang_ends_at_the_limit_with_the_name_of_its_test(project, workers, preparation, report_seconds, status):
-    project.write("conftest.py", CONFTEST + EXPIRE.format(report_seconds=report_seconds))
-    project.write("tests/test_hang.py", HANG.format(preparation=preparation))
+def test_a_hang_ends_at_the_limit_with_the_name_of_its_test(project, workers, preparations, report_seconds, status):
+    of_test, of_limit = preparations
+    project.write("conftest.py", CONFTEST + EXPIRE.format(report_seconds=report_seconds, preparation=of_limit))
+    project.write("tests/test_hang.py", HANG.format(preparation=of_test))
     done, output = project.pytest("-n", workers, "--run-limit", "200", "tests")
     assert done == status, output
     assert "took longer than 200 s (--run-limit)" in output and "  tests/test_hang.py::test_hang (for" in output
