@@ -1,5 +1,7 @@
 """The limit of attempts in flight follows the load of the engines."""
 
+import pytest
+
 from ramify.infer.client.replica import EngineLoad
 from ramify.orchestrate.components import QUEUE_POLLS, ConcurrencyLimiter
 
@@ -35,8 +37,21 @@ def test_limit_shrinks_when_a_cache_is_full():
 
 def test_limit_shrinks_when_requests_stay_queued():
     limiter = ConcurrencyLimiter(4, 64)
-    limits = [update(limiter, kv_usage=0.5, queued=20, num_in_flight=64) for _ in range(2 * QUEUE_POLLS)]
+    limits = [update(limiter, kv_usage=0.5, queued=20, num_in_flight=limiter.limit) for _ in range(2 * QUEUE_POLLS)]
     assert limits == [64] * (QUEUE_POLLS - 1) + [48] * QUEUE_POLLS + [36]
+
+
+@pytest.mark.parametrize("kv_usage", [0.99, 0.5])
+def test_limit_shrinks_again_only_after_a_cut_has_taken_effect(kv_usage):
+    """Attempts in flight are not cancelled: until enough have ended, the load says nothing about the lower limit."""
+    limiter = ConcurrencyLimiter(4, 64)
+    while limiter.limit == 64:
+        update(limiter, kv_usage=kv_usage, queued=20, num_in_flight=64)
+    for num_in_flight in (64, 63, 62, 60, 57, 53, 49):
+        assert update(limiter, kv_usage=kv_usage, queued=20, num_in_flight=num_in_flight) == 48
+    num_polls = 1 if kv_usage == 0.99 else QUEUE_POLLS
+    limits = [update(limiter, kv_usage=kv_usage, queued=20, num_in_flight=48) for _ in range(num_polls)]
+    assert limits == [48] * (num_polls - 1) + [36]
 
 
 def test_limit_ignores_the_queue_at_the_start_of_a_wave():

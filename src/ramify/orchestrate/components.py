@@ -89,6 +89,7 @@ class ConcurrencyLimiter:
     Too few attempts leave an engine idle; too many make it preempt requests, or queue them until they time out. The
     limit grows slowly while it is used up and the KV caches have room, and shrinks by a factor as soon as a cache is
     full, or if requests stay queued. The requests of a wave arrive together, so a queue alone does not mean overload.
+    A lower limit cancels no attempt, so the limit shrinks again only after enough attempts have ended.
     """
 
     def __init__(self, min_limit: int, max_limit: int) -> None:
@@ -106,10 +107,12 @@ class ConcurrencyLimiter:
         self._last_seconds = seconds
         if was_held:
             return self.limit
-        self._queues.append(queued)
+        is_draining = num_in_flight > self.limit  # the loads still result from a higher limit
+        if not is_draining:
+            self._queues.append(queued)
         kv_usage = max(load.kv_usage for load in loads)
         is_queueing = len(self._queues) == QUEUE_POLLS and min(self._queues) > max(1, num_in_flight // 8)
-        if kv_usage > HIGH_KV_USAGE or is_queueing:
+        if not is_draining and (kv_usage > HIGH_KV_USAGE or is_queueing):
             # Start from the number in flight if it is below the limit: an unused limit carries no information.
             self.limit = max(self.min_limit, int(min(self.limit, max(num_in_flight, 1)) * DECREASE_FACTOR))
             self._queues.clear()
