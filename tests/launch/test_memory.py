@@ -14,7 +14,7 @@ from ramify.infer.config import EngineAdaptersConfig, EngineConfig, EngineLimits
 from ramify.launch.memory import estimate_engine
 from ramify.launch.process_configs import build_engine_adapters
 from ramify.model.fused_model import FusedModel
-from ramify.model.kernels.recurrent_ops import CHUNK_SIZE, MIN_CHUNK_ROWS
+from ramify.model.kernels.chunk_plan import CHUNK_SIZE, MIN_CHUNK_ROWS
 from ramify.model.load import load_engine_model
 from ramify.model.lora import add_engine_adapters
 from ramify.orchestrate.run_config import RunConfig

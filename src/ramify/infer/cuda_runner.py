@@ -28,8 +28,9 @@ from ramify.infer.model_runner import ImageRows, ModelRunner, list_logit_rows
 from ramify.infer.request import EngineRequest
 from ramify.infer.scheduler import ScheduledChunk
 from ramify.model.kernels.attention_plan import AttentionPlan, build_plan, order_by_prefix
+from ramify.model.kernels.chunk_plan import MIN_CHUNK_ROWS, plan_chunks
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, StepSequences
-from ramify.model.kernels.recurrent_ops import MIN_CHUNK_ROWS, DeltaRuleWeights, plan_chunks
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
 from ramify.model.load import LoadedModel
 
 # Memory through which a step's inputs reach the GPU and its results come back, while steps follow each other.

@@ -17,8 +17,6 @@ import numpy as np
 from ramify.model.forest_segments import ForestSegments
 from ramify.trace.columns import Int32Array
 
-CHUNK_SIZE = 64  # tokens of a chunk in a model; tests use others
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForestChunks:

@@ -13,8 +13,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
 from ramify.model.device_copy import copy_to_device
-from ramify.model.forest_chunks import CHUNK_SIZE, ChunkTracks, ForestChunks, find_ancestors
+from ramify.model.forest_chunks import ChunkTracks, ForestChunks, find_ancestors
 from ramify.model.forest_segments import ForestSegments
+from ramify.model.kernels.chunk_plan import CHUNK_SIZE
 from ramify.model.pack_layout import MAX_CONV_WIDTH
 from ramify.trace import Forest
 from ramify.trace.columns import Int32Array

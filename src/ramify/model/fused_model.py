@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ramify.core.errors import ModelUnsupported
+from ramify.model.kernels.chunk_plan import CHUNK_SIZE
 from ramify.model.kernels.cpu import CLibraryUnavailable, build_cpu_ops
 from ramify.model.kernels.decoder_ops import (
     AdapterWeights,
@@ -28,7 +29,7 @@ from ramify.model.kernels.decoder_ops import (
 )
 from ramify.model.kernels.paged_attention import AttentionMetadata, AttentionTile, KVPool
 from ramify.model.kernels.quantization import QuantizedMatrix
-from ramify.model.kernels.recurrent_ops import CHUNK_SIZE, DeltaRuleWeights, RecurrentWeights, ShortConvWeights
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, RecurrentWeights, ShortConvWeights
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.lora import LoraLinear, set_matrix
 from ramify.model.vision import build_image_inputs

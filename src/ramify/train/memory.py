@@ -15,7 +15,7 @@ from typing import Any
 
 from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, describe_experts, read_expert_counts
-from ramify.model.forest_chunks import CHUNK_SIZE
+from ramify.model.kernels.chunk_plan import CHUNK_SIZE, MIN_CHUNK_ROWS
 from ramify.model.pack_layout import VISION_MODEL_TYPES
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights_manifest import read_tensor_shapes
@@ -48,7 +48,6 @@ QWEN3_VISION_DEFAULTS: dict[str, Any] = {
     "deepstack_visual_indexes": [8, 16, 24],
 }
 SIZE_IN_NAME = re.compile(r"(\d+(?:\.\d+)?)([BM])(?:-A(\d+(?:\.\d+)?)B)?(?![a-z])", re.IGNORECASE)  # 8B, 30B-A3B
-MIN_CHUNK_ROWS = CHUNK_SIZE // 2  # of a sequence that an engine computes in chunks
 GUESSED_EXPERTS = 8  # that process a token, of a mixture of experts
 
 TensorShapes = Mapping[str, Sequence[int]]

@@ -17,7 +17,7 @@ from ramify.infer.cuda_runner import CudaModelRunner
 from ramify.infer.request import SamplingParams
 from ramify.infer.sampler import uniform_noise
 from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
-from ramify.model.forest_chunks import CHUNK_SIZE, ForestChunks, find_ancestors
+from ramify.model.forest_chunks import ForestChunks, find_ancestors
 from ramify.model.forest_recurrence import (
     PathTables,
     TrackTables,
@@ -29,16 +29,11 @@ from ramify.model.forest_segments import ForestSegments
 from ramify.model.fused_model import _check_products, build_fused_model
 from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix
+from ramify.model.kernels.chunk_plan import CHUNK_SIZE, MIN_CHUNK_ROWS, plan_chunks
 from ramify.model.kernels.decoder_ops import LayerWeights
 from ramify.model.kernels.paged_attention import AttentionTile, StepSequences
 from ramify.model.kernels.quantization import QuantizedMatrix, dequantize_matrix, quantize_matrix
-from ramify.model.kernels.recurrent_ops import (
-    MIN_CHUNK_ROWS,
-    DeltaRuleWeights,
-    RecurrentWeights,
-    ShortConvWeights,
-    plan_chunks,
-)
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, RecurrentWeights, ShortConvWeights
 from ramify.model.kernels.recurrent_ops import compute_recurrent_layer as reference_recurrent
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform

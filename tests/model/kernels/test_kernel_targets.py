@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ramify.model.forest_chunks import CHUNK_SIZE, ForestChunks, find_ancestors
+from ramify.model.forest_chunks import ForestChunks, find_ancestors
 from ramify.model.forest_segments import ForestSegments
 from ramify.model.kernels.attention_plan import build_plan
+from ramify.model.kernels.chunk_plan import CHUNK_SIZE, plan_chunks
 from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights, LayerWeights
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool, StepSequences
 from ramify.model.kernels.quantization import QuantizeMode, quantize_matrix
-from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, ShortConvWeights, plan_chunks
+from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, ShortConvWeights
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask

@@ -146,7 +146,7 @@ class AttentionTile:
 class StepSequences:
     """The rows of a step as recurrent layers read them on a GPU: runs of adjacent rows, each with its state.
 
-    Long sequences are computed in chunks (`ramify.model.kernels.recurrent_ops.plan_chunks`).
+    Long sequences are computed in chunks (`ramify.model.kernels.chunk_plan`).
     """
 
     row_sequence: Tensor  # [rows] index of the row's sequence; -1 for padding

@@ -5,23 +5,20 @@ matrix S [key_dim, value_dim]. A token with key k, value v, decay a and strength
 a·S + k·(b·(v - a·Sᵀk))ᵀ, and its output is Sᵀq. The sequences of a tile are one batch. Padding has strength 0 and
 decay 1, so that it changes no state. A layer with a gated short convolution has only the last inputs as its state.
 
-On CUDA (`ramify.model.kernels.cuda.recurrent_ops`) a sequence with many rows is computed in chunks, which `plan_chunks`
-lists on the host.
+On CUDA (`ramify.model.kernels.cuda.recurrent_ops`) a sequence with many rows is computed in chunks, which
+`ramify.model.kernels.chunk_plan` lists on the host.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from ramify.model.kernels.chunk_plan import CHUNK_SIZE
 from ramify.model.kernels.paged_attention import AttentionTile
 from ramify.model.kernels.state_pool import StatePool
 
-CHUNK_SIZE = 64  # tokens of a sequence that are computed together
-MIN_CHUNK_ROWS = CHUNK_SIZE // 2  # on CUDA, a sequence with fewer rows in a step is computed row by row
 KEY_NORM_EPS = 1e-6  # of the norms of queries and keys, as in transformers
 
 
@@ -54,29 +51,6 @@ class DeltaRuleWeights:
     def widths(self) -> tuple[int, int, int, int]:
         """The number of columns of the first projection for the convolution, gates, strengths and step sizes."""
         return len(self.conv), self.heads * self.value_dim, self.heads, self.heads
-
-
-def plan_chunks(
-    starts: Sequence[int], stops: Sequence[int], state_slots: Sequence[int], padded_rows: int = 0
-) -> np.ndarray:
-    """Return the chunks and tracks of a step as `StepSequences` has them, [2, chunks, 3].
-
-    `starts` and `stops` are the bounds of its sequences. If any is long enough, the tables are padded to the number of
-    chunks that `padded_rows` rows can have: a CUDA graph is captured for a fixed number.
-    """
-    chunks: list[tuple[int, int, int]] = []
-    tracks: list[tuple[int, int, int]] = []
-    for start, stop, slot in zip(starts, stops, state_slots):
-        if stop - start >= MIN_CHUNK_ROWS:
-            first_chunk, last_row = len(chunks), start + (stop - start - 1) // CHUNK_SIZE * CHUNK_SIZE
-            chunks += [(row, row + CHUNK_SIZE, -1) for row in range(start, last_row, CHUNK_SIZE)]
-            chunks.append((last_row, stop, slot))
-            tracks.append((first_chunk, len(chunks), slot))
-    num_chunks = max(len(chunks), padded_rows // MIN_CHUNK_ROWS) if chunks else 0
-    tables = np.tile(np.array([0, 0, -1], dtype=np.int32), (2, num_chunks, 1))
-    if chunks:
-        tables[0, : len(chunks)], tables[1, : len(tracks)] = chunks, tracks
-    return tables
 
 
 @dataclass(frozen=True, slots=True)

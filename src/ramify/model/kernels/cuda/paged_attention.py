@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ramify.model.kernels.attention_plan import HEADER_INTS, ITEM_INTS, AttentionPlan, KernelShape, build_plan
+from ramify.model.kernels.chunk_plan import plan_chunks
 from ramify.model.kernels.cuda.scores import LOG2E, MASKED_SCORE, start_sums, tanh
 from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, KVPool, StepSequences
-from ramify.model.kernels.recurrent_ops import plan_chunks
 from ramify.model.kernels.state_pool import StatePool
 
 HEADER = tl.constexpr(HEADER_INTS)
