@@ -15,7 +15,7 @@ from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
 from ramify.model.device_copy import copy_to_device
 from ramify.model.forest_chunks import ChunkTracks, ForestChunks, find_ancestors
 from ramify.model.forest_segments import ForestSegments
-from ramify.model.kernels.chunk_plan import CHUNK_SIZE
+from ramify.model.kernels.chunk_plan import CHUNK_SIZE, round_up_width
 from ramify.model.pack_layout import MAX_CONV_WIDTH
 from ramify.trace import Forest
 from ramify.trace.columns import Int32Array
@@ -134,7 +134,7 @@ def pass_tracks(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, tracks: TrackTables
 ) -> Tensor:
     """Return the gated delta rule by the Triton kernels, which need widths of powers of two, at least 64."""
-    from ramify.model.kernels.cuda.delta_rule import gated_delta_rule_op, round_up_width  # need Triton
+    from ramify.model.kernels.cuda.delta_rule import gated_delta_rule_op  # needs Triton
 
     scale, width = query.shape[-1] ** -0.5, value.shape[-1]
     inputs = [_pad_width(tensor, round_up_width(tensor.shape[-1])).contiguous() for tensor in (query, key, value)]

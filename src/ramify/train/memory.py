@@ -8,14 +8,14 @@ packs of 16,384 tokens took at most 98.2 GiB for 3.7 B parameters (8-bit moments
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
 from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, describe_experts, read_expert_counts
-from ramify.model.kernels.chunk_plan import CHUNK_SIZE, MIN_CHUNK_ROWS
+from ramify.model.kernels.chunk_plan import CHUNK_SIZE, MIN_CHUNK_ROWS, round_up_width
 from ramify.model.pack_layout import VISION_MODEL_TYPES
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights_manifest import read_tensor_shapes
@@ -289,22 +289,28 @@ def _count_step_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
 
     Of a convolution: its three inputs and its result. Of a gated delta net: the first projection, the convolution's
     result, and the rule's; queries, keys and values as the rule reads them; log decays and their sums, and strengths,
-    in float32; and what `docs/design/recurrent-forests.md` calls T, U, W, N and S₀. A sequence of MIN_CHUNK_ROWS rows
-    has a chunk of its own, and each chunk has a state S₀.
+    in float32; and what `docs/design/recurrent-forests.md` calls T, U, W, N and S₀. The rule has padded heads. A
+    sequence of MIN_CHUNK_ROWS rows has a chunk of its own, and each chunk has a state S₀.
     """
     if layer_type == "conv":
         return 4 * hf_config.get("hidden_size", 0)
-    num_heads, key_dim, keys, values = _read_delta_net(hf_config)
-    projections = (2 * keys + 2 * values + 2 * num_heads) + (2 * keys + values) + values
-    inputs = 2 * keys + values + 3 * 2 * num_heads
-    return projections + inputs + num_heads * (CHUNK_SIZE + key_dim) + 2 * values + key_dim * values // MIN_CHUNK_ROWS
+    num_heads, _, keys, values = _read_delta_net(hf_config)
+    projections = (2 * keys + 2 * values + 2 * num_heads) + (2 * keys + values)
+    num_heads, key_dim, keys, values = _read_delta_net(hf_config, round_up_width)
+    rule = 2 * keys + 2 * values + 3 * 2 * num_heads
+    return projections + rule + num_heads * (CHUNK_SIZE + key_dim) + 2 * values + key_dim * values // MIN_CHUNK_ROWS
 
 
-def _read_delta_net(hf_config: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Return the number of states of a gated delta net, the width of a key, and the widths of all keys and values."""
-    num_heads, key_dim = hf_config.get("linear_num_value_heads", 0), hf_config.get("linear_key_head_dim", 0)
-    keys = hf_config.get("linear_num_key_heads", 0) * key_dim
-    return num_heads, key_dim, keys, num_heads * hf_config.get("linear_value_head_dim", 0)
+def _read_delta_net(
+    hf_config: dict[str, Any], pad: Callable[[int], int] = lambda width: width
+) -> tuple[int, int, int, int]:
+    """Return the number of states of a gated delta net, the width of a key, and the widths of all keys and values.
+
+    `pad` returns the width of a padded head.
+    """
+    key_dim, value_dim = (pad(hf_config.get(f"linear_{part}_head_dim", 0)) for part in ("key", "value"))
+    num_heads = hf_config.get("linear_num_value_heads", 0)
+    return num_heads, key_dim, hf_config.get("linear_num_key_heads", 0) * key_dim, num_heads * value_dim
 
 
 def estimate_rank(

@@ -1,4 +1,4 @@
-"""The sizes of the chunks in which the gated delta rule is computed, and the chunks of an engine's step.
+"""The sizes with which the gated delta rule is computed in chunks, and the chunks of an engine's step.
 
 The engine, the trainer and the estimates of memory read the same sizes. Importable without torch.
 """
@@ -9,6 +9,12 @@ import numpy as np
 
 CHUNK_SIZE = 64  # tokens of a path or a sequence that are computed together
 MIN_CHUNK_ROWS = CHUNK_SIZE // 2  # in an engine on CUDA, a sequence with fewer rows in a step is computed row by row
+MIN_WIDTH = 64  # to which heads are padded: with 16, kernels that Triton 3.6 compiles leave their memory on an H200
+
+
+def round_up_width(width: int) -> int:
+    """Return the width to which the heads of queries, keys or values are padded by the kernels for CUDA."""
+    return max(MIN_WIDTH, 1 << (width - 1).bit_length())
 
 
 def plan_chunks(

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from ramify.model.kernels.cuda.row_sums import sum_rows
 
-MIN_WIDTH = 64  # to which heads are padded: with 16, kernels that Triton 3.6 compiles leave their memory on an H200
-
 # Columns of a state that a program computes at a time, warps, and stages of its loops; for elements of two bytes. With
 # two stages, the gradients of the last two differ from run to run.
 LAUNCH_OPTIONS = {
@@ -493,11 +491,6 @@ def continue_tracks(
     bounds = [0, len(tracks)]
     slots = {"SLOT_STRIDE": states.stride(0), "KEY_DIM": states.shape[2], "VALUE_DIM": states.shape[3]}
     _compute_tracks(query, key, value, log_decay, strength, *tables, states, bounds, out, chunk_size, scale, slots)
-
-
-def round_up_width(width: int) -> int:
-    """Return the width to which the heads of queries, keys or values are padded."""
-    return max(MIN_WIDTH, 1 << (width - 1).bit_length())
 
 
 def _compute_tracks(

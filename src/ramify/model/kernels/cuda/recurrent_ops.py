@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ramify.model.kernels.chunk_plan import CHUNK_SIZE, MIN_CHUNK_ROWS
-from ramify.model.kernels.cuda.delta_rule import continue_tracks, round_up_width
+from ramify.model.kernels.chunk_plan import CHUNK_SIZE, MIN_CHUNK_ROWS, round_up_width
+from ramify.model.kernels.cuda.delta_rule import continue_tracks
 from ramify.model.kernels.paged_attention import StepSequences
 from ramify.model.kernels.recurrent_ops import KEY_NORM_EPS, DeltaRuleWeights, RecurrentWeights, ShortConvWeights
 from ramify.model.kernels.state_pool import StatePool
