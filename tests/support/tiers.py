@@ -22,7 +22,6 @@ PROBES = {
     "find_cgroup_parents",
     "find_unsupported_reason",
     "load_c_library",
-    "from_subprocess",
     "_get_fontconfig_fonts",
     "_findSoname_ldconfig",
 }

@@ -50,11 +50,6 @@ class ChunkBatch:
             [torch.from_numpy(array.astype(np.int64)) for array in parents],
         )
 
-    def to(self, device: torch.device) -> "ChunkBatch":
-        """Return the batch with its tensors on a device."""
-        parents = [tensor.to(device) for tensor in self.parents]
-        return ChunkBatch(self.token_index.to(device), self.output_place.to(device), self.bounds, parents)
-
 
 def _gated_delta_rule(
     query: Tensor,  # [tokens, key_heads, key_dim], normalized
