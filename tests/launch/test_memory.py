@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ramify.infer.config import EngineAdaptersConfig, EngineConfig, EngineLimits, VLLMConfig
-from ramify.launch.memory import estimate_engine
+from ramify.launch.memory import DEQUANTIZED_PARTS_BYTES, estimate_engine
 from ramify.launch.process_configs import build_engine_adapters
 from ramify.model.fused_model import FusedModel
 from ramify.model.kernels.chunk_plan import MIN_CHUNK_ROWS, plan_chunks
@@ -118,10 +118,17 @@ def test_a_quantized_base_takes_its_bits_on_a_gpu_and_all_of_them_on_a_cpu(mode,
         assert rounded.weights == pytest.approx(expected, rel=0.02)  # and adapters
         # One complete matrix of the model's own code, and two parts of matrices.
         has_buffers = expected < 2 * 10**9
-        assert rounded.workspace - plain.workspace == ((128 << 20) + 1024 * 4096 * 2 if has_buffers else 0)
+        assert rounded.workspace - plain.workspace == (DEQUANTIZED_PARTS_BYTES + 1024 * 4096 * 2 if has_buffers else 0)
     settings, adapters = {"num_gpus": 1, "device_memory": 80 << 30}, EngineAdaptersConfig(rank=8, quantize=mode)
     estimate = estimate_engine(EngineConfig(), 256, replace(size, num_active_experts=8), adapters=adapters, **settings)
     assert estimate.weights == pytest.approx(2 * 10**9, rel=0.02)
+
+
+def test_parts_of_matrices_are_counted_as_the_kernels_dequantize_them():
+    pytest.importorskip("triton")
+    from ramify.model.kernels.cuda.quantized_products import DEQUANTIZED_PART_BYTES
+
+    assert DEQUANTIZED_PARTS_BYTES == 2 * DEQUANTIZED_PART_BYTES
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "lfm2"])

@@ -38,8 +38,10 @@ from ramify.train.memory import (
 from ramify.train.weights_directory import WEIGHTS_DIR
 
 PROCESS_BASE_BYTES = 150 << 20  # of a process without torch
-STATE_BYTES = 4  # per element of a recurrent layer's state
-DEQUANTIZED_BYTES = 128 << 20  # parts of matrices, for the products with many rows: in graphs, and outside of them
+FLOAT32_BYTES = 4  # per element of logits, and of the states of recurrent layers
+# Products with many rows dequantize a part of a matrix at a time, `DEQUANTIZED_PART_BYTES` of the kernels for CUDA: one
+# part in the memory of captured graphs, and one outside of it.
+DEQUANTIZED_PARTS_BYTES = 2 * (64 << 20)
 
 
 def estimate_engine(
@@ -64,11 +66,11 @@ def estimate_engine(
     token_bytes = model.num_kv_layers * model.kv_elements * element_bytes // max(1, num_gpus)
     max_len, limits = inference.max_model_len or seq_len, get_engine_limits(inference, gpu=gpu)
     outer_elements = 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
-    row_elements = 3 * model.hidden_size + max(outer_elements, model.step_elements)
+    row_elements = 3 * model.hidden_size + max(outer_elements, model.recurrent_row_elements)
     buffer_bytes = limits.max_num_batched_tokens * row_elements * element_bytes if gpu else 0
-    buffer_bytes += 3 * limits.max_running_requests * model.vocab_size * STATE_BYTES if gpu else 0  # logits
+    buffer_bytes += 3 * limits.max_running_requests * model.vocab_size * FLOAT32_BYTES if gpu else 0  # logits
     if quantize is not None:  # products dequantize parts of a matrix, or a complete one in the model's own code
-        buffer_bytes += DEQUANTIZED_BYTES + model.hidden_size * model.intermediate_size * element_bytes
+        buffer_bytes += DEQUANTIZED_PARTS_BYTES + model.hidden_size * model.intermediate_size * element_bytes
     workspace = TORCH_BASE_BYTES + buffer_bytes
     if isinstance(inference, VLLMConfig):
         fraction = min(inference.memory_fraction, MAX_MEMORY_FRACTION) if gpu else 0.0
@@ -78,7 +80,7 @@ def estimate_engine(
         batched = limits.max_num_batched_tokens
         workspace += model.vision.estimate_bytes(batched, element_bytes, num_layers=1, num_inputs=0)
         workspace += inference.image_cache_mib << 20
-    state_bytes = (limits.max_running_requests + limits.num_state_snapshots) * model.state_elements * STATE_BYTES
+    state_bytes = (limits.max_running_requests + limits.num_state_snapshots) * model.state_elements * FLOAT32_BYTES
     cache_limit = int(limits.kv_memory_fraction * device_memory) - state_bytes
     cache_bytes = max(max_len * token_bytes, min(max_len * limits.max_running_requests * token_bytes, cache_limit))
     if inference.kv_cache_tokens is not None:

@@ -136,7 +136,7 @@ class ModelSize:
     state_elements: int = 0  # elements of the states of all recurrent layers, per request
     num_recurrent_layers: int = 0
     mixer_elements: int = 0  # activations per token of what a recurrent layer has in place of attention
-    step_elements: int = 0  # what an engine allocates per row of a step, in a recurrent layer in place of attention
+    recurrent_row_elements: int = 0  # that an engine allocates for a recurrent layer, per row of a step
     num_active_experts: int = 0  # that process a token, of a mixture of experts
     num_outer_parameters: int = 0  # parameters of embeddings and head, whose moments are always float32
     query_elements: int = 0  # elements of the queries per token and layer
@@ -208,7 +208,7 @@ class ModelSize:
             state_elements=sum(_count_state_elements(name, hf_config) for name in recurrent_layers),
             num_recurrent_layers=len(recurrent_layers),
             mixer_elements=max((_count_mixer_elements(name, hf_config) for name in recurrent_layers), default=0),
-            step_elements=max((_count_step_elements(name, hf_config) for name in recurrent_layers), default=0),
+            recurrent_row_elements=max((_count_row_elements(name, hf_config) for name in recurrent_layers), default=0),
             num_active_experts=0 if experts is None else experts.active,
             num_outer_parameters=_count_elements(_select(decoder, OUTER_MATRIX_NAMES)),
             query_elements=head_dim * num_heads,
@@ -284,7 +284,7 @@ def _count_mixer_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
     return 3 * (2 * keys + values) + 3 * values + CHUNK_SIZE * num_heads
 
 
-def _count_step_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
+def _count_row_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
     """Return what the operators of a recurrent layer allocate per row of an engine's step, in elements of two bytes.
 
     Of a convolution: its three inputs and its result. Of a gated delta net: the first projection, the convolution's

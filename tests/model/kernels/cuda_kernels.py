@@ -583,7 +583,7 @@ def test_quantized_products_equal_products_with_the_dequantized_matrix(rows, out
 def test_matrices_are_dequantized_in_parts_for_many_rows(monkeypatch):
     from ramify.model.kernels.cuda import quantized_products
 
-    monkeypatch.setattr(quantized_products, "PART_BYTES", 4 * 64 * 7)
+    monkeypatch.setattr(quantized_products, "DEQUANTIZED_PART_BYTES", 4 * 64 * 7)
     quantized = quantize_matrix(torch.randn(40, 64, device=DEVICE), "4bit")
     rows = torch.randn(150, 64, device=DEVICE)
     expected = rows @ quantized_products.dequantize(quantized).t()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ramify.model.kernels.quantization import MAX_BLOCK, QuantizedMatrix, dequantize_matrix, get_levels
 
-PART_BYTES = 64 << 20  # of a matrix that are dequantized at a time; what caches hold for the product that follows
+DEQUANTIZED_PART_BYTES = 64 << 20  # of a matrix at a time: what caches hold for the product that follows
 COLUMNS_PER_STEP = 128
 ELEMENTS_PER_PROGRAM = 1024
 
@@ -164,7 +164,7 @@ def multiply(rows: Tensor, matrix: QuantizedMatrix) -> Tensor:
 
 def _split_matrix(matrix: QuantizedMatrix) -> list[QuantizedMatrix]:
     """Return the rows of a matrix in parts that are dequantized at a time."""
-    size = max(1, PART_BYTES // (matrix.num_columns * matrix.scales.element_size()))
+    size = max(1, DEQUANTIZED_PART_BYTES // (matrix.num_columns * matrix.scales.element_size()))
     return [QuantizedMatrix(*part) for part in zip(matrix.codes.split(size), matrix.scales.split(size))]
 
 
