@@ -16,6 +16,7 @@ from ramify.infer.request import SamplingParams
 from ramify.model.kernels.cpu.c_library import CLibraryUnavailable, find_torch_symbol
 from ramify.processes.training_lock import TRAINING_LOCK_VARIABLE, TrainingLock
 from tests.support.models import build_core, write_llama
+from tests.support.processes import async_wait_until
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,18 @@ async def test_tokens_of_a_step_launched_ahead_are_delivered_while_the_engine_wa
             await engine._run_command(launch_last_token)
             output = await stream.result()
     assert (output.token_ids, output.finish_reason) == ([7], "length")
+
+
+async def test_training_counts_as_training_while_there_is_no_request(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "IDLE_WAIT_SECONDS", 600.0)
+    await asyncio.wait_for(engine._run_command(lambda: None), 60)  # an earlier wait has ended
+    counters = engine.core.counters
+    with TrainingLock(tmp_path / "lock").hold():
+        await async_wait_until(lambda: counters.training_seconds > 0)
+        idle, training = counters.idle_seconds, counters.training_seconds
+        await async_wait_until(lambda: counters.training_seconds > training)
+        assert counters.idle_seconds == idle
+    await async_wait_until(lambda: counters.idle_seconds > idle)
 
 
 async def test_update_does_not_wait_forever_for_another_one(engine, tmp_path, monkeypatch):

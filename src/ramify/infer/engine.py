@@ -43,6 +43,7 @@ T = TypeVar("T")
 COMMAND_TIMEOUT = 120.0  # seconds; a command waits for one step at most
 STAGING_TIMEOUT = 600.0  # seconds that an update of the weights waits for another one to be staged
 IDLE_WAIT_SECONDS = 0.2  # after which an idle thread checks the deadlines
+LOCKED_IDLE_WAIT_SECONDS = 0.02  # the same if a trainer may take the GPU, whose time is not counted as idle
 LOCK_POLL_INTERVAL = 0.002  # seconds between two checks of whether a trainer still computes on the GPU
 
 
@@ -339,9 +340,10 @@ class Engine:
                     count_time("sampling")
                 else:
                     self._notify_streams(self.core.expire_requests() + self.core.flush_outputs())
+                    idle_wait = LOCKED_IDLE_WAIT_SECONDS if self._training_lock.exists else IDLE_WAIT_SECONDS
                     with self._wakeup:
                         if not self._new_requests and not self._commands and not self._closing:
-                            self._wakeup.wait(LOCK_POLL_INTERVAL if is_training else IDLE_WAIT_SECONDS)
+                            self._wakeup.wait(LOCK_POLL_INTERVAL if is_training else idle_wait)
                     count_time("training" if is_training else "idle")
             self._fail_all(ProviderError("the engine was closed"))
         except Exception as error:  # noqa: BLE001 - every stream has to get the error, whatever it is

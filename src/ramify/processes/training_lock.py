@@ -38,6 +38,11 @@ class TrainingLock:
         path = os.environ.get(TRAINING_LOCK_VARIABLE)
         return cls(Path(path) if path else None)
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is a lock."""
+        return self._fd is not None
+
     @contextlib.contextmanager
     def hold(self, warn: Callable[[str], None] = lambda line: None) -> Generator[None]:
         """Hold the lock, as a trainer. If it cannot be acquired in time, warn and go on without it."""
