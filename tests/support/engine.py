@@ -192,6 +192,7 @@ class ScriptedEngine(ScriptedModel):
             writer.transport.abort()
         while self.connections:  # until the sockets are closed, a client would consider the server alive
             await asyncio.sleep(0.001)
+        await asyncio.sleep(0)  # a client in this event loop reads the end of its connections
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections.add(writer)

@@ -7,6 +7,7 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator
 
+import aiohttp
 import pytest
 
 from ramify.core.errors import RequestInvalid
@@ -101,6 +102,25 @@ async def test_a_get_on_a_connection_closed_just_now_is_sent_again():
         server.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # without a loop iteration
         assert await send_request(client, "GET", "/health") == b"body"
     assert server.connections == 2
+
+
+async def test_a_connection_that_closes_before_the_request_is_written_is_a_failed_one():
+    """The server cannot have sampled, so the request may be sent to another one."""
+
+    async def close_connection(session, *_):
+        (protocol,) = session.connector._acquired
+        protocol.transport.close()
+
+    server, tracing = Server(COMPLETE), aiohttp.TraceConfig()
+    tracing.on_connection_reuseconn.append(close_connection)
+    tracing.freeze()
+    async with serving(server) as client:
+        await send_request(client, "POST", "/sample", {})
+        client._open_session()._trace_configs.append(tracing)
+        with pytest.raises(ConnectFailed, match=f"{client.base_url} closed the connection"):
+            await send_request(client, "POST", "/sample", {"a": 1})
+        assert await send_request(client, "POST", "/sample", {"a": 2}) == b"body"
+    assert len(server.requests) == 2
 
 
 @pytest.mark.parametrize("response", [b"", COMPLETE[:-1], b"what?\r\n\r\n"], ids=["empty", "incomplete", "not HTTP"])
