@@ -206,5 +206,5 @@ async def test_an_engine_whose_copy_broke_off_has_no_weights_and_keeps_its_reque
             assert {span[0] for span in output.version_spans} == {version}
             assert engine.core.version == version
             assert engine.core.counters.swaps_refused > 0
-            assert torch.equal(next(iter(get_untied_tensors(engine.core.model.module).values())), weight)
+            assert torch.equal(next(iter(get_untied_tensors(engine.core.model.module).values())).cpu(), weight)
             await async_wait_until(lambda: client.versions == {url: version})
