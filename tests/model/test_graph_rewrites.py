@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from ramify.model import graph_rewrites
 from ramify.model.graph_rewrites import KERNEL_SOURCE_HASH, apply_rewrites, build_compile_backend, compile_module
+from ramify.model.kernels import cuda
 from ramify.model.tree_attention import ATTENTION_NAME, BlockMask, TreeMask
 from ramify.train.losses import load_loss
 from ramify.train.policy_model import load_policy
@@ -222,6 +223,7 @@ def test_recomputed_layer_sets_the_triton_allocator(monkeypatch: pytest.MonkeyPa
     kernels: Any = ModuleType("tree_attention")
     kernels.set_triton_allocator = lambda: calls.append("set")
     monkeypatch.setitem(sys.modules, "ramify.model.kernels.cuda.tree_attention", kernels)
+    monkeypatch.setattr(cuda, "tree_attention", kernels, raising=False)  # which is read first if it was imported
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     output.last_hidden_state.sum().backward()
     assert calls == ["set"]
