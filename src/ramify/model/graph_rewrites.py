@@ -20,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 CompileBackend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 Rewrite = tuple[Callable[..., Any], Callable[..., Any], list[Callable[..., bool]]]  # pattern, replacement, conditions
 
+MAX_GRAPHS = 64  # of one function; beyond it a layer would run uncompiled, slower and rounded in another way
 KERNEL_SOURCE_HASH = sha256(
     b"".join(
         (Path(__file__).parent / "kernels" / "cuda" / name).read_bytes()
@@ -62,8 +63,12 @@ def build_compile_backend(config: Any) -> CompileBackend:
 
 
 def compile_module(module: nn.Module, backend: CompileBackend | str) -> None:
-    """Compile a module once for inputs of all lengths. Numbers such as a norm's epsilon stay constants of the graph."""
+    """Compile a module once for inputs of all lengths. Numbers such as a norm's epsilon stay constants of the graph.
+
+    Other kinds of layers, dtypes, and inputs with or without gradients get graphs of their own.
+    """
     torch._dynamo.config.specialize_float = True
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
     module.compile(backend=backend, dynamic=True)
 
 
