@@ -66,13 +66,13 @@ class PathTables(NamedTuple):
     @classmethod
     def from_ancestors(cls, ancestors: Int32Array, device: torch.device) -> "PathTables":
         """List the readers of each token that is read by others than its next tokens."""
-        tokens = np.arange(len(ancestors))
-        distances = np.arange(ancestors.shape[1] + 1)
-        sources = np.concatenate([tokens[:, None], ancestors], 1)  # at each distance
+        tokens = np.arange(len(ancestors), dtype=np.int32)
+        distances = np.arange(ancestors.shape[1] + 1, dtype=np.int32)[:, None]
+        sources = np.concatenate([tokens[None], ancestors.T])  # [distances, tokens]: numpy is faster with long rows
         is_fork_row = np.zeros(len(tokens) + 1, bool)
-        is_fork_row[sources[(sources >= 0) & (sources != tokens[:, None] - distances)]] = True
-        reader, distance = np.nonzero(is_fork_row[:-1][sources] & (sources >= 0))
-        source = sources[reader, distance]
+        is_fork_row[sources[(sources >= 0) & (sources != tokens - distances)]] = True
+        entries = np.flatnonzero(is_fork_row[sources] & (sources >= 0))
+        source, (distance, reader) = sources.flat[entries], np.divmod(entries, max(1, len(tokens)))
         order = np.lexsort((distance, reader, source))
         fork_rows = np.flatnonzero(is_fork_row)
         bounds = np.searchsorted(source[order], np.append(fork_rows, len(tokens)))
