@@ -67,6 +67,7 @@ HEAVY_TESTS = (
     "tests/rl/test_model_kinds.py",
     "tests/test_api_page.py",
     "tests/test_docs.py",
+    "tests/test_face.py",
     "tests/test_minimal_rl.py",
     "tests/test_scripted_server.py",
     "tests/tools/test_stages.py",
