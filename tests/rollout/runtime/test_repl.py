@@ -14,7 +14,7 @@ async def answer_prompts(function, arguments):
 
 async def test_code_is_run_interrupted_and_restarted(kind):
     async def run_code(runtime):
-        repl = Repl(runtime, ReplSettings(4.0, 1, 1000, 1000, {"context": "x" * 100_000}, []), answer_prompts)
+        repl = Repl(runtime, ReplSettings(2.0, 1, 1000, 1000, {"context": "x" * 100_000}, []), answer_prompts)
         try:
             codes = ["y = llm_batch(['a', 'b'])\nprint(len(context), y)", "import time\ntime.sleep(60)", "y"]
             return [await repl.run(code) for code in [*codes, "import os\nos._exit(3)", "answer = 'y' in globals()"]]
@@ -23,7 +23,7 @@ async def test_code_is_run_interrupted_and_restarted(kind):
 
     called, slow, kept, exited, restarted = await run_with_runtime(kind, run_code)
     assert called.output == "100000 ['<a>', '<b>']\n"
-    assert slow.output.endswith("KeyboardInterrupt\n\nerror: interrupted after 4 s")
+    assert slow.output.endswith("KeyboardInterrupt\n\nerror: interrupted after 2 s")
     assert kept.output == "['<a>', '<b>']\n"
     assert exited.output.startswith("error: the REPL exited with code 3.")
     assert restarted.answer == "False"
