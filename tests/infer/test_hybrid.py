@@ -223,7 +223,7 @@ Arrivals = st.lists(
 def test_states_are_those_of_the_tokens():
     totals: Counter[str] = Counter()
 
-    @settings(max_examples=300)  # a few do not reach all counters below
+    @settings(max_examples=max(100, settings().max_examples))  # a few do not reach all counters below
     @given(
         Arrivals, st.integers(40, 120), st.sampled_from([1, 2, 4]), st.integers(0, 6), st.integers(5, 16), st.booleans()
     )

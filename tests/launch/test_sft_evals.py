@@ -46,6 +46,7 @@ def open_evals(home: Path):
 
 
 @pytest.mark.process
+@pytest.mark.full("starts an engine, as the eval of tests/cli/test_eval.py does")
 def test_an_eval_stores_its_rollouts_and_metrics_as_in_an_rl_run(tmp_path, capsys):
     with open_evals(tmp_path) as (evals, store):
         assert evals.get_due_sources(0) == ["words"]

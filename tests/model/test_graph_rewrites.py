@@ -90,6 +90,7 @@ LAYERS = {
     "llama": (LlamaConfig(**SMALL, **HEADS), 1),
     "biased": (LlamaConfig(**SMALL, **HEADS, mlp_bias=True), 0),
 }
+LAYER_MARKS = {"llama": pytest.mark.full("the one rewrite of a width of 24")}
 BFLOAT16_LAYERS = list(LAYERS) if os.environ.get("RAMIFY_FULL") else ["qwen3"]  # it has every rewrite
 
 
@@ -97,7 +98,7 @@ BFLOAT16_LAYERS = list(LAYERS) if os.environ.get("RAMIFY_FULL") else ["qwen3"]  
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance"),
     [
-        *((name, torch.float32, 1e-5) for name in LAYERS),
+        *(pytest.param(name, torch.float32, 1e-5, marks=LAYER_MARKS.get(name, ())) for name in LAYERS),
         *((name, torch.bfloat16, 2e-2) for name in BFLOAT16_LAYERS),
     ],
 )
