@@ -314,7 +314,7 @@ def build_delta_rule_steps(
     return RecurrentSteps(weights, sum(weights.widths), specs)
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [pytest.param(4, 2, marks=long_in_the_interpreter), (6, 6)])
+@pytest.mark.parametrize(("heads", "key_heads"), [pytest.param(4, 2, marks=long_in_the_interpreter), (3, 3)])
 def test_delta_rule_equals_plain_pytorch(heads, key_heads):
     build_delta_rule_steps(heads, key_heads, 8, 24).check_short_sequences()
 
@@ -427,7 +427,8 @@ def build_segments() -> ForestSegments:
     return ForestSegments(*(np.array(array, np.int32) for array in arrays))
 
 
-@pytest.mark.parametrize("key_heads", [1, pytest.param(2, marks=long_in_the_interpreter)])
+@long_in_the_interpreter  # where `measure_kernel_error` compares the same on a smaller forest
+@pytest.mark.parametrize("key_heads", [1, 2])
 def test_tracks_of_chunks_have_the_outputs_and_gradients_of_the_delta_rule_in_float64(key_heads):
     segments, tokens = build_segments(), sum(SEGMENT_LENGTHS)
     torch.manual_seed(0)
@@ -477,10 +478,10 @@ def test_sums_of_rows_are_exact_and_in_the_order_of_the_rows():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.float16, 3e-3), pytest.param(torch.float32, 1e-5, marks=long_in_the_interpreter)]
+    ("dtype", "limit"), [(torch.float32, 1e-5), pytest.param(torch.float16, 3e-3, marks=long_in_the_interpreter)]
 )
 def test_the_measured_error_of_the_kernels_is_rounding(dtype, limit):
-    assert 0 < measure_kernel_error(1, 2, 16, 16, dtype, DEVICE) < limit
+    assert 0 < measure_kernel_error(1, 2, 12, 20, dtype, DEVICE) < limit
 
 
 @pytest.mark.parametrize(("width", "has_bias"), [(4, False), (3, True)])
