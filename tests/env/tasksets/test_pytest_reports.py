@@ -12,6 +12,7 @@ from tests.rollout.runtime.conftest import run_with_runtime
 pytestmark = pytest.mark.process
 
 NUM_TESTS = 10
+NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they are slow to import
 NOISY_TESTS = f"""
 import os
 import sys
@@ -34,7 +35,7 @@ async def test_reports_survive_whatever_tests_print(sandbox_kind):
         command = f"{program} {{plugin}} -s -p no:cacheprovider test_noise.py"
         return await run_pytest(runtime, command, plugin_dir=plugin_dir, timeout=50)
 
-    outcomes = await run_with_runtime(sandbox_kind, test, max_output_bytes=1000)
+    outcomes = await run_with_runtime(sandbox_kind, test, max_output_bytes=1000, env=NO_PLUGINS)
     assert outcomes == {f"test_noise.py::test_noise[{number}]": "passed" for number in range(NUM_TESTS)}
 
 

@@ -135,7 +135,8 @@ async def test_wrong_fix_names_the_test(tmp_path):
 @pytest.mark.process
 @pytest.mark.parametrize("row", [SWE_BENCH, SCALE_SWE], ids=["swe-bench", "scale-swe"])
 async def test_gold_patch_is_valid(tmp_path, row):
-    source = SourceConfig(taskset=write_rows(tmp_path, row), runtime={"id": LOCAL_IMAGES})
+    runtime = {"id": LOCAL_IMAGES, "env": {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}}  # plugins are slow to import
+    source = SourceConfig(taskset=write_rows(tmp_path, row), runtime=runtime)
     env = Environment.load(source)
     result = await asyncio.wait_for(validate_task(env, next(env.iter_tasks())), 60)
     assert (result.problem, result.reward) == (None, 1.0)
