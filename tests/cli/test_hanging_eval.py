@@ -68,7 +68,9 @@ def test_code_that_holds_the_interpreter_lock_is_ended(engine, tmp_path):
     assert "in setup" in output
 
 
-@pytest.mark.parametrize("where", ["load", "setup"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("load", marks=pytest.mark.full("the main thread waits as in any eval")), "setup"]
+)
 def test_sigterm_ends_an_eval_whose_code_blocks(engine, tmp_path, where):
     eval = start(engine, tmp_path, where)
     wait_until(lambda: (tmp_path / "begun").exists() or eval.poll() is not None, timeout=TIMEOUT)
@@ -81,7 +83,10 @@ def test_sigterm_ends_an_eval_whose_code_blocks(engine, tmp_path, where):
 
 @pytest.mark.parametrize(
     ("where", "expected_code", "ending"),
-    [("exit", 1, "ended with exit code 0"), ("crash", 139, "was killed by SIGSEGV")],
+    [
+        pytest.param("exit", 1, "ended with exit code 0", marks=pytest.mark.full("ends as a crash does")),
+        ("crash", 139, "was killed by SIGSEGV"),
+    ],
 )
 def test_code_that_ends_its_process_is_worker_died_with_its_rollouts(engine, tmp_path, where, expected_code, ending):
     exit_code, output = end(start(engine, tmp_path, where, "-c", "1"))

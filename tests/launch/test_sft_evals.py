@@ -99,7 +99,11 @@ def test_settings_of_other_weights_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--eval.0.taskset.id=reverse", "eval.0.taskset.id: unknown taskset 'reverse'; did you mean 'reverse-text'?"),
+        pytest.param(
+            "--eval.0.taskset.id=reverse",
+            "eval.0.taskset.id: unknown taskset 'reverse'; did you mean 'reverse-text'?",
+            marks=pytest.mark.full("is checked in a process as the key below"),
+        ),
         ("--eval.0.taskset.splitt=eval", "eval.0.taskset.splitt: unknown key; did you mean eval.0.taskset.split?"),
     ],
 )

@@ -1,6 +1,5 @@
 """Graphs are rewritten to call the fused operators, and compute the same."""
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -91,7 +90,6 @@ LAYERS = {
     "biased": (LlamaConfig(**SMALL, **HEADS, mlp_bias=True), 0),
 }
 LAYER_MARKS = {"llama": pytest.mark.full("the one rewrite of a width of 24")}
-BFLOAT16_LAYERS = list(LAYERS) if os.environ.get("RAMIFY_FULL") else ["qwen3"]  # it has every rewrite
 
 
 @pytest.mark.promise
@@ -99,7 +97,10 @@ BFLOAT16_LAYERS = list(LAYERS) if os.environ.get("RAMIFY_FULL") else ["qwen3"]  
     ("name", "dtype", "tolerance"),
     [
         *(pytest.param(name, torch.float32, 1e-5, marks=LAYER_MARKS.get(name, ())) for name in LAYERS),
-        *((name, torch.bfloat16, 2e-2) for name in BFLOAT16_LAYERS),
+        *(
+            pytest.param(name, torch.bfloat16, 2e-2, marks=pytest.mark.full("compiles the same layers"))
+            for name in LAYERS
+        ),
     ],
 )
 def test_rewritten_layer_computes_the_same(name: str, dtype: torch.dtype, tolerance: float) -> None:

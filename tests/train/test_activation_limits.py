@@ -52,7 +52,7 @@ def get_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     [
         (CONFIGS["mixed"], PackLayout.FOREST, False),
         (SEQUENTIAL, PackLayout.CHAINS, False),
-        (CONFIGS["qwen3"], PackLayout.FOREST, True),
+        pytest.param(CONFIGS["qwen3"], PackLayout.FOREST, True, marks=pytest.mark.full("compiles for four seconds")),
     ],
 )
 def test_recomputed_layers_give_equal_gradients(config, layout, compiled):
