@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.support.plans import build_machine
 from tests.support.ray import StubRay
 
 ROOT = Path(__file__).parents[2]
+FULL = bool(os.environ.get("RAMIFY_FULL"))
 TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
 LORA = {"lora": {"rank": 16}}
 
@@ -228,7 +230,7 @@ def test_the_documented_models_fit_their_gpus():
     rows = re.findall(r"^\| ([\d.]+) (B\S*), (all weights|LoRA|LoRA, 4bit) \| (.*) \|$", page, re.MULTILINE)
     kinds = {size: [kind for other, _, kind, _ in rows if other == size] for size in ("0.6", "1.7", "4", "8", "30")}
     assert kinds == {size: ["all weights", "LoRA", *(["LoRA, 4bit"] * (size == "8"))] for size in kinds}
-    for size, unit, kind, cells in rows:
+    for size, unit, kind, cells in rows if FULL else rows[::3]:  # a row takes a third of a second
         trainer = {"lora": {"rank": 16}} if kind.startswith("LoRA") else {}
         model = {"name": f"org/Some-{size}{unit}", "quantize": "4bit" if kind.endswith("4bit") else None}
         run = build_run(model=model, seq_len=2048, trainer=trainer)
