@@ -68,7 +68,7 @@ DEV_STAMP := .venv/.installed-dev
 RUN_EXTRAS := local,plot,vision
 DEV_EXTRAS := $(RUN_EXTRAS),math,mcp,parquet,prime,renderers,tensorboard,wandb
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
-# Pytest stores what it compiles, also where the variable forbids it: three workers would compile everything again.
+# Pytest stores what it compiles, also where the variable forbids it: each worker would compile everything again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 # With a larger space for young objects, the garbage collector of node takes an eighth less of pyright's time.
 PYRIGHT := NODE_OPTIONS=--max-semi-space-size=128 $(BIN)/pyright --warnings
@@ -138,9 +138,9 @@ style: env  ## ruff, formatting, structure and words
 lint: style  ## style and types
 	$(PYRIGHT)
 
-# Three workers for two cores: many tests wait for a process to start or for a timeout. Pyright uses one core for a minute,
+# Four workers for two cores: many tests wait for a process to start or for a timeout. Pyright uses one core for a minute,
 # so it runs beside the tests.
-WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores * 3 / 2 : 12)))
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 6 ? cores * 2 : 12)))
 test: style  ## style, types and the bounded tests
 	$(PYRIGHT) & pyright=$$!; $(PYTEST) -n $(WORKERS) --repeat-failed --run-limit 1200 tests; tests=$$?; wait $$pyright && exit $$tests
 
