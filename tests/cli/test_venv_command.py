@@ -32,6 +32,7 @@ def ramify(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "ramify", *arguments], capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.full("an eval runs in it below")
 def test_validate_runs_in_the_named_interpreter(python):
     result = ramify("validate", "where.py", "--python", str(python))
     assert (result.returncode, result.stderr) == (0, "")

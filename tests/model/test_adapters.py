@@ -202,7 +202,7 @@ class DeviceBytes(TorchDispatchMode):
         self.now -= num_bytes
 
 
-@pytest.mark.parametrize("mode", ["8bit", "4bit"])
+@pytest.mark.parametrize("mode", [pytest.param("8bit", marks=pytest.mark.full("as with 4 bits")), "4bit"])
 def test_a_gpu_never_holds_more_than_the_codes_and_one_matrix(tmp_path, mode):
     sizes: Any = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 24, "num_attention_heads": 4}
     build_model(LlamaConfig(vocab_size=64, **sizes), "eager").save_pretrained(tmp_path)
