@@ -1,6 +1,6 @@
 """Distributes tests over the workers of xdist.
 
-A file runs in one worker, and the slowest directories start first. In a run of all tests, a third of the workers
+A file runs in one worker, and the slowest directories start first. In a run of all tests, three of eight workers
 collect the tests that import torch and other heavy libraries (`HEAVY_TESTS`); the others do not import them, which
 saves each of them ten seconds and half a gigabyte.
 
@@ -72,7 +72,7 @@ HEAVY_TESTS = (
     "tests/test_scripted_server.py",
     "tests/tools/test_stages.py",
 )
-HEAVY_SHARE = 1 / 3  # of the workers of a run of all tests
+HEAVY_SHARE = 3 / 8  # of the workers of a run of all tests; heavy tests take as much of its CPU time
 
 
 def is_heavy_test(path: str) -> bool:
