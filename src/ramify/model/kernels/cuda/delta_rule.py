@@ -5,8 +5,8 @@ one head per program, for all chunks at once. `_pass_states` takes the state of 
 and `_pass_gradients` its gradient backwards; they are launched once for each round of tracks, and a program owns some
 columns of the state. No two programs add to the same memory, so gradients are bitwise reproducible.
 
-A chunk may repeat the tokens before a fork, so kernels read and write rows, not tokens. Inputs are copied to rows, and
-their gradients are summed over the rows of each token, in a fixed order.
+A chunk may repeat the tokens before a fork. So kernels compute rows, which read the inputs of their tokens and write
+the output of a token once; the gradients of inputs are summed over the rows of each token, in a fixed order.
 
 The engine's prompts are tracks, too: each begins with the state in its request's slot and leaves its last state there
 (`continue_tracks`).
@@ -44,27 +44,40 @@ LAUNCH_OPTIONS = {
 
 
 @triton.jit
-def _load_rows(X, start, stop, head, column, HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """Return columns of a head in the tokens of a chunk, [C, W]; zeros behind the chunk."""
+def _list_rows(ROWS, start, stop, C: tl.constexpr):
+    """Return the rows of a chunk, which of the C are in it, and their tokens. Without ROWS, the rows are the tokens."""
     row = start + tl.arange(0, C)
-    offsets = row.to(tl.int64)[:, None] * (HEADS * D) + head * D + column + tl.arange(0, W)[None, :]
-    return tl.load(X + offsets, mask=(row < stop)[:, None], other=0.0)
+    is_row = row < stop
+    return row, is_row, (row if ROWS is None else tl.load(ROWS + row, mask=is_row, other=0))
 
 
 @triton.jit
-def _store_rows(
-    X, value, start, stop, head, column, HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr
-):
-    row = start + tl.arange(0, C)
-    offsets = row.to(tl.int64)[:, None] * (HEADS * D) + head * D + column + tl.arange(0, W)[None, :]
-    tl.store(X + offsets, value.to(X.dtype.element_ty), mask=(row < stop)[:, None])
+def _has_output(OUTPUT_ROWS, row, token, is_row):
+    """Return which rows have the outputs of their tokens. Without OUTPUT_ROWS, all have them."""
+    return is_row if OUTPUT_ROWS is None else is_row & (tl.load(OUTPUT_ROWS + token, mask=is_row, other=-1) == row)
 
 
 @triton.jit
-def _load_scalars(X, start, stop, head, HEADS: tl.constexpr, C: tl.constexpr):
-    """Return the number of a head at each token of a chunk, [C]; zeros behind the chunk."""
-    row = start + tl.arange(0, C)
-    return tl.load(X + row * HEADS + head, mask=row < stop, other=0.0)
+def _row_offsets(row, head, column, HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    return row.to(tl.int64)[:, None] * (HEADS * D) + head * D + column + tl.arange(0, W)[None, :]
+
+
+@triton.jit
+def _load_rows(X, row, is_row, head, column, HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """Return columns of a head in rows, or tokens, [C, W]; zeros where `is_row` is false."""
+    return tl.load(X + _row_offsets(row, head, column, HEADS, D, W), mask=is_row[:, None], other=0.0)
+
+
+@triton.jit
+def _store_rows(X, value, row, is_row, head, column, HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    offsets = _row_offsets(row, head, column, HEADS, D, W)
+    tl.store(X + offsets, value.to(X.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit
+def _load_scalars(X, row, is_row, head, HEADS: tl.constexpr):
+    """Return the number of a head in rows, or tokens, [C]; zeros where `is_row` is false."""
+    return tl.load(X + row * HEADS + head, mask=is_row, other=0.0)
 
 
 @triton.jit
@@ -154,50 +167,51 @@ def _invert(system, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _solve(
-    KEY, LOG_DECAY, STRENGTH, CHUNKS, DECAY, INVERSE,
+    KEY, LOG_DECAY, STRENGTH, ROWS, CHUNKS, DECAY, INVERSE,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute G, the running sum of log decays, and T, the inverse of the triangular system."""
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
-    decay = tl.cumsum(_load_scalars(LOG_DECAY, start, stop, head, HEADS, C), 0)
-    row = start + tl.arange(0, C)
-    tl.store(DECAY + row * HEADS + head, decay, mask=row < stop)
-    strength = _load_scalars(STRENGTH, start, stop, head, HEADS, C)
-    key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
+    row, is_row, token = _list_rows(ROWS, start, stop, C)
+    decay = tl.cumsum(_load_scalars(LOG_DECAY, token, is_row, head, HEADS), 0)
+    tl.store(DECAY + row * HEADS + head, decay, mask=is_row)
+    strength = _load_scalars(STRENGTH, token, is_row, head, HEADS)
+    key = _load_rows(KEY, token, is_row, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, K)
     index = tl.arange(0, C)
     system = tl.dot(key, tl.trans(key), input_precision=PRECISION) * _pair_decay(decay, C) * strength[:, None]
     system = tl.where(index[:, None] > index[None, :], system, 0.0)
     inverse = _invert(system, C, 16, SOLVE_PRECISION)
-    _store_rows(INVERSE, inverse, start, stop, head, 0, HEADS, C, C, C)
+    _store_rows(INVERSE, inverse, row, is_row, head, 0, HEADS, C, C)
 
 
 @triton.jit
 def _transform(
-    KEY, VALUE, DECAY, STRENGTH, INVERSE, CHUNKS, U, W,
+    KEY, VALUE, DECAY, STRENGTH, INVERSE, ROWS, CHUNKS, U, W,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute U = T(b·v) and W = T(b·exp(G)·k)."""
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
-    inverse = _load_rows(INVERSE, start, stop, head, 0, HEADS, C, C, C)
-    strength = _load_scalars(STRENGTH, start, stop, head, HEADS, C)
+    row, is_row, token = _list_rows(ROWS, start, stop, C)
+    inverse = _load_rows(INVERSE, row, is_row, head, 0, HEADS, C, C)
+    strength = _load_scalars(STRENGTH, token, is_row, head, HEADS)
     decay = _load_decay(DECAY, start, stop, head, HEADS, C)
-    key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
+    key = _load_rows(KEY, token, is_row, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, K)
     scaled = (key * (strength * tl.exp(decay))[:, None]).to(key.dtype)
     w = tl.dot(inverse, scaled, input_precision=PRECISION)
-    _store_rows(W, w, start, stop, head, 0, HEADS, K, C, K)
+    _store_rows(W, w, row, is_row, head, 0, HEADS, K, K)
     for column in range(0, V, BV):
-        value = _load_rows(VALUE, start, stop, head, column, HEADS, V, C, BV)
+        value = _load_rows(VALUE, token, is_row, head, column, HEADS, V, BV)
         u = tl.dot(inverse, (value * strength[:, None]).to(value.dtype), input_precision=PRECISION)
-        _store_rows(U, u, start, stop, head, column, HEADS, V, C, BV)
+        _store_rows(U, u, row, is_row, head, column, HEADS, V, BV)
 
 
 @triton.jit
 def _pass_states(
-    KEY, U, W, DECAY, CHUNKS, TRACK_CHUNKS, TRACKS, STATES, NEW, FORK_STATES, first_track,
+    KEY, U, W, DECAY, ROWS, CHUNKS, TRACK_CHUNKS, TRACKS, STATES, NEW, FORK_STATES, first_track,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -213,15 +227,16 @@ def _pass_states(
     for index in range(tl.load(TRACKS + 3 * track), tl.load(TRACKS + 3 * track + 1)):
         chunk = index if TRACK_CHUNKS is None else tl.load(TRACK_CHUNKS + index)
         start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+        row, is_row, token = _list_rows(ROWS, start, stop, C)
         narrow = state.to(STATES.dtype.element_ty)
         tl.store(STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV), narrow)
-        w = _load_rows(W, start, stop, head, 0, HEADS, K, C, K)
-        new = _load_rows(U, start, stop, head, column, HEADS, V, C, BV)
+        w = _load_rows(W, row, is_row, head, 0, HEADS, K, K)
+        new = _load_rows(U, row, is_row, head, column, HEADS, V, BV)
         new = new.to(tl.float32) - tl.dot(w, narrow, input_precision=PRECISION)
-        _store_rows(NEW, new, start, stop, head, column, HEADS, V, C, BV)
+        _store_rows(NEW, new, row, is_row, head, column, HEADS, V, BV)
         decay = _load_decay(DECAY, start, stop, head, HEADS, C)
         last = tl.load(DECAY + (stop - 1) * HEADS + head)
-        key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
+        key = _load_rows(KEY, token, is_row, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, K)
         remaining = (new * tl.exp(tl.minimum(last - decay, 0.0))[:, None]).to(key.dtype)
         state = tl.dot(tl.trans(key), remaining, state * tl.exp(last), input_precision=PRECISION)
         own_fork = tl.load(CHUNKS + 3 * chunk + 2)
@@ -235,24 +250,26 @@ def _pass_states(
 
 @triton.jit
 def _compute_outputs(
-    QUERY, KEY, NEW, DECAY, STATES, CHUNKS, OUT, scale,
+    QUERY, KEY, NEW, DECAY, STATES, ROWS, OUTPUT_ROWS, CHUNKS, OUT, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+    row, is_row, token = _list_rows(ROWS, start, stop, C)
+    has_output = _has_output(OUTPUT_ROWS, row, token, is_row)
     key_head = head // (HEADS // KEY_HEADS)
-    query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
-    key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+    query = _load_rows(QUERY, token, is_row, key_head, 0, KEY_HEADS, K, K)
+    key = _load_rows(KEY, token, is_row, key_head, 0, KEY_HEADS, K, K)
     decay = _load_decay(DECAY, start, stop, head, HEADS, C)
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _pair_decay(decay, C)
     scores = scores.to(query.dtype)
     for column in range(0, V, BV):
         state = tl.load(STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
-        new = _load_rows(NEW, start, stop, head, column, HEADS, V, C, BV)
+        new = _load_rows(NEW, row, is_row, head, column, HEADS, V, BV)
         out = tl.dot(query, state, input_precision=PRECISION) * tl.exp(decay)[:, None]
         out = tl.dot(scores, new, out, input_precision=PRECISION) * scale
-        _store_rows(OUT, out, start, stop, head, column, HEADS, V, C, BV)
+        _store_rows(OUT, out, token, has_output, head, column, HEADS, V, BV)
 
 
 # -- kernels of the backward pass ------------------------------------------------------------------------------------
@@ -260,28 +277,30 @@ def _compute_outputs(
 
 @triton.jit
 def _backward_outputs(
-    QUERY, KEY, DECAY, GRAD, CHUNKS, D_NEW, scale,
+    QUERY, KEY, DECAY, GRAD, ROWS, OUTPUT_ROWS, CHUNKS, D_NEW, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the part of the gradient of N that comes from the outputs of the same chunk."""
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+    row, is_row, token = _list_rows(ROWS, start, stop, C)
+    has_output = _has_output(OUTPUT_ROWS, row, token, is_row)
     key_head = head // (HEADS // KEY_HEADS)
-    query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
-    key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+    query = _load_rows(QUERY, token, is_row, key_head, 0, KEY_HEADS, K, K)
+    key = _load_rows(KEY, token, is_row, key_head, 0, KEY_HEADS, K, K)
     decay = _load_decay(DECAY, start, stop, head, HEADS, C)
     scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * _transposed_pair_decay(decay, C) * scale
     scores = scores.to(query.dtype)
     for column in range(0, V, BV):
-        grad = _load_rows(GRAD, start, stop, head, column, HEADS, V, C, BV)
+        grad = _load_rows(GRAD, token, has_output, head, column, HEADS, V, BV)
         d_new = tl.dot(scores, grad, input_precision=PRECISION)
-        _store_rows(D_NEW, d_new, start, stop, head, column, HEADS, V, C, BV)
+        _store_rows(D_NEW, d_new, row, is_row, head, column, HEADS, V, BV)
 
 
 @triton.jit
 def _pass_gradients(
-    QUERY, KEY, W, DECAY, GRAD, CHUNKS, TRACK_CHUNKS, TRACKS, FORK_TRACKS, D_STATES, D_NEW, D_STARTS,
+    QUERY, KEY, W, DECAY, GRAD, ROWS, OUTPUT_ROWS, CHUNKS, TRACK_CHUNKS, TRACKS, FORK_TRACKS, D_STATES, D_NEW, D_STARTS,
     first_track, num_roots, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
@@ -297,6 +316,8 @@ def _pass_gradients(
     for step in range(last_index + 1 - first):
         chunk = tl.load(TRACK_CHUNKS + last_index - step)
         start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+        row, is_row, token = _list_rows(ROWS, start, stop, C)
+        has_output = _has_output(OUTPUT_ROWS, row, token, is_row)
         fork = tl.load(CHUNKS + 3 * chunk + 2)
         if fork >= 0:
             for branch in range(tl.load(FORK_TRACKS + fork), tl.load(FORK_TRACKS + fork + 1)):
@@ -305,14 +326,14 @@ def _pass_gradients(
         tl.store(D_STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV), narrow)
         decay = _load_decay(DECAY, start, stop, head, HEADS, C)
         last = tl.load(DECAY + (stop - 1) * HEADS + head)
-        key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+        key = _load_rows(KEY, token, is_row, key_head, 0, KEY_HEADS, K, K)
         d_new = tl.dot(key, narrow, input_precision=PRECISION) * tl.exp(tl.minimum(last - decay, 0.0))[:, None]
-        d_new += _load_rows(D_NEW, start, stop, head, column, HEADS, V, C, BV).to(tl.float32)
+        d_new += _load_rows(D_NEW, row, is_row, head, column, HEADS, V, BV).to(tl.float32)
         d_new = d_new.to(key.dtype)
-        _store_rows(D_NEW, d_new, start, stop, head, column, HEADS, V, C, BV)
-        query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
-        grad = _load_rows(GRAD, start, stop, head, column, HEADS, V, C, BV)
-        w = _load_rows(W, start, stop, head, 0, HEADS, K, C, K)
+        _store_rows(D_NEW, d_new, row, is_row, head, column, HEADS, V, BV)
+        query = _load_rows(QUERY, token, is_row, key_head, 0, KEY_HEADS, K, K)
+        grad = _load_rows(GRAD, token, has_output, head, column, HEADS, V, BV)
+        w = _load_rows(W, row, is_row, head, 0, HEADS, K, K)
         grad = (grad * (tl.exp(decay) * scale)[:, None]).to(key.dtype)
         d_state = tl.dot(tl.trans(query), grad, d_state * tl.exp(last), input_precision=PRECISION)
         d_state -= tl.dot(tl.trans(w), d_new, input_precision=PRECISION)
@@ -322,29 +343,32 @@ def _pass_gradients(
 
 @triton.jit
 def _backward_states(
-    QUERY, KEY, NEW, DECAY, STATES, GRAD, D_STATES, D_NEW, CHUNKS, D_QUERY, D_KEY, D_W, D_DECAY, scale,
+    QUERY, KEY, NEW, DECAY, STATES, GRAD, D_STATES, D_NEW, ROWS, OUTPUT_ROWS, CHUNKS,
+    D_QUERY, D_KEY, D_W, D_DECAY, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of queries and W, and the gradients of keys and G but for what comes through T."""
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+    row, is_row, token = _list_rows(ROWS, start, stop, C)
+    has_output = _has_output(OUTPUT_ROWS, row, token, is_row)
     key_head, index = head // (HEADS // KEY_HEADS), tl.arange(0, C)
     d_query, d_key, d_w = tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32)
     state_product = 0.0
     for column in range(0, V, BV):
         state = tl.load(STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
         d_state = tl.load(D_STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
-        grad = _load_rows(GRAD, start, stop, head, column, HEADS, V, C, BV)
-        new = _load_rows(NEW, start, stop, head, column, HEADS, V, C, BV)
-        d_new = _load_rows(D_NEW, start, stop, head, column, HEADS, V, C, BV)
+        grad = _load_rows(GRAD, token, has_output, head, column, HEADS, V, BV)
+        new = _load_rows(NEW, row, is_row, head, column, HEADS, V, BV)
+        d_new = _load_rows(D_NEW, row, is_row, head, column, HEADS, V, BV)
         d_query = tl.dot(grad, tl.trans(state), d_query, input_precision=PRECISION)
         d_key = tl.dot(new, tl.trans(d_state), d_key, input_precision=PRECISION)
         d_w = tl.dot(d_new, tl.trans(state), d_w, input_precision=PRECISION)
         state_product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32))
-    _store_rows(D_W, -d_w, start, stop, head, 0, HEADS, K, C, K)
-    query = _load_rows(QUERY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
-    key = _load_rows(KEY, start, stop, key_head, 0, KEY_HEADS, K, C, K)
+    _store_rows(D_W, -d_w, row, is_row, head, 0, HEADS, K, K)
+    query = _load_rows(QUERY, token, is_row, key_head, 0, KEY_HEADS, K, K)
+    key = _load_rows(KEY, token, is_row, key_head, 0, KEY_HEADS, K, K)
     decay = _load_decay(DECAY, start, stop, head, HEADS, C)
     last = tl.load(DECAY + tl.maximum(stop - 1, 0) * HEADS + head)  # an added row of the table is empty
     # outputs through S₀, and the state after the chunk
@@ -358,8 +382,8 @@ def _backward_states(
     # `_backward_system`.
     d_scores, d_scores_t = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for column in range(0, V, BV):
-        grad = _load_rows(GRAD, start, stop, head, column, HEADS, V, C, BV)
-        new = _load_rows(NEW, start, stop, head, column, HEADS, V, C, BV)
+        grad = _load_rows(GRAD, token, has_output, head, column, HEADS, V, BV)
+        new = _load_rows(NEW, row, is_row, head, column, HEADS, V, BV)
         d_scores = tl.dot(grad, tl.trans(new), d_scores, input_precision=PRECISION)
         d_scores_t = tl.dot(new, tl.trans(grad), d_scores_t, input_precision=PRECISION)
     d_scores = d_scores * _pair_decay(decay, C) * scale
@@ -368,15 +392,14 @@ def _backward_states(
     d_decay += tl.sum(products, 1) - tl.sum(products, 0)
     d_query = tl.dot(d_scores.to(key.dtype), key, d_query, input_precision=PRECISION)
     d_key = tl.dot(d_scores_t.to(key.dtype), query, d_key, input_precision=PRECISION)
-    _store_rows(D_QUERY, d_query, start, stop, head, 0, HEADS, K, C, K)
-    _store_rows(D_KEY, d_key, start, stop, head, 0, HEADS, K, C, K)
-    row = start + index
-    tl.store(D_DECAY + row * HEADS + head, d_decay, mask=row < stop)
+    _store_rows(D_QUERY, d_query, row, is_row, head, 0, HEADS, K, K)
+    _store_rows(D_KEY, d_key, row, is_row, head, 0, HEADS, K, K)
+    tl.store(D_DECAY + row * HEADS + head, d_decay, mask=is_row)
 
 
 @triton.jit
 def _backward_system(
-    KEY, VALUE, U, W, DECAY, STRENGTH, INVERSE, D_NEW, D_W, D_KEY_STATES, D_DECAY, CHUNKS,
+    KEY, VALUE, U, W, DECAY, STRENGTH, INVERSE, D_NEW, D_W, D_KEY_STATES, D_DECAY, ROWS, CHUNKS,
     D_KEY, D_VALUE, D_LOG_DECAY, D_STRENGTH,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
@@ -384,24 +407,25 @@ def _backward_system(
     """Take the gradients of U and W through the triangular system, and add what `_backward_states` has left."""
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
+    row, is_row, token = _list_rows(ROWS, start, stop, C)
     index = tl.arange(0, C)
-    inverse = _load_rows(INVERSE, start, stop, head, 0, HEADS, C, C, C)
-    strength = _load_scalars(STRENGTH, start, stop, head, HEADS, C)
+    inverse = _load_rows(INVERSE, row, is_row, head, 0, HEADS, C, C)
+    strength = _load_scalars(STRENGTH, token, is_row, head, HEADS)
     d_strength = tl.zeros([C], tl.float32)
     # The gradient of the system is -Tᵀ·`product`. Its transpose is computed separately: Triton 3.4 to 3.7 compile
     # `tl.trans` of a computed product to wrong code for Hopper.
     product, product_t = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for column in range(0, V, BV):
-        d_new = _load_rows(D_NEW, start, stop, head, column, HEADS, V, C, BV)
-        u = _load_rows(U, start, stop, head, column, HEADS, V, C, BV)
+        d_new = _load_rows(D_NEW, row, is_row, head, column, HEADS, V, BV)
+        u = _load_rows(U, row, is_row, head, column, HEADS, V, BV)
         product = tl.dot(d_new, tl.trans(u), product, input_precision=PRECISION)
         product_t = tl.dot(u, tl.trans(d_new), product_t, input_precision=PRECISION)
         d_right = tl.dot(tl.trans(inverse), d_new, input_precision=PRECISION)  # the gradient of b·v
-        value = _load_rows(VALUE, start, stop, head, column, HEADS, V, C, BV)
+        value = _load_rows(VALUE, token, is_row, head, column, HEADS, V, BV)
         d_strength += tl.sum(d_right * value.to(tl.float32), 1)
-        _store_rows(D_VALUE, d_right * strength[:, None], start, stop, head, column, HEADS, V, C, BV)
-    w = _load_rows(W, start, stop, head, 0, HEADS, K, C, K)
-    d_w = _load_rows(D_W, start, stop, head, 0, HEADS, K, C, K)
+        _store_rows(D_VALUE, d_right * strength[:, None], row, is_row, head, column, HEADS, V, BV)
+    w = _load_rows(W, row, is_row, head, 0, HEADS, K, K)
+    d_w = _load_rows(D_W, row, is_row, head, 0, HEADS, K, K)
     product = tl.dot(d_w, tl.trans(w), product, input_precision=PRECISION)
     product_t = tl.dot(w, tl.trans(d_w), product_t, input_precision=PRECISION)
     d_right = tl.dot(tl.trans(inverse), d_w, input_precision=PRECISION)  # the gradient of b·exp(G)·k
@@ -410,12 +434,12 @@ def _backward_system(
     decay = _load_decay(DECAY, start, stop, head, HEADS, C)
     d_system = -tl.where(index[:, None] > index[None, :], d_system * _pair_decay(decay, C), 0.0)
     d_system_t = -tl.where(index[:, None] < index[None, :], d_system_t * _transposed_pair_decay(decay, C), 0.0)
-    key = _load_rows(KEY, start, stop, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, C, K)
+    key = _load_rows(KEY, token, is_row, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, K)
     growth = tl.exp(decay)
     through_w = tl.sum(d_right * key.to(tl.float32), 1) * growth
     d_strength += through_w
-    d_decay = through_w * strength + _load_scalars(D_DECAY, start, stop, head, HEADS, C)
-    d_key = _load_rows(D_KEY_STATES, start, stop, head, 0, HEADS, K, C, K).to(tl.float32)
+    d_decay = through_w * strength + _load_scalars(D_DECAY, row, is_row, head, HEADS)
+    d_key = _load_rows(D_KEY_STATES, row, is_row, head, 0, HEADS, K, K).to(tl.float32)
     d_key += d_right * (strength * growth)[:, None]
     products = d_system * tl.dot(key, tl.trans(key), input_precision=PRECISION)
     d_strength += tl.sum(products, 1)
@@ -423,14 +447,16 @@ def _backward_system(
     d_decay += tl.sum(products, 1) - tl.sum(products, 0)
     d_key = tl.dot((d_system * strength[:, None]).to(key.dtype), key, d_key, input_precision=PRECISION)
     d_key = tl.dot((d_system_t * strength[None, :]).to(key.dtype), key, d_key, input_precision=PRECISION)
-    _store_rows(D_KEY, d_key, start, stop, head, 0, HEADS, K, C, K)
-    row = start + index
+    _store_rows(D_KEY, d_key, row, is_row, head, 0, HEADS, K, K)
     d_log_decay = tl.sum(d_decay) - tl.cumsum(d_decay, 0) + d_decay
-    tl.store(D_LOG_DECAY + row * HEADS + head, d_log_decay, mask=row < stop)
-    tl.store(D_STRENGTH + row * HEADS + head, d_strength, mask=row < stop)
+    tl.store(D_LOG_DECAY + row * HEADS + head, d_log_decay, mask=is_row)
+    tl.store(D_STRENGTH + row * HEADS + head, d_strength, mask=is_row)
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
+
+RowTables = tuple[Tensor, Tensor] | tuple[None, None]  # `rows` and `output_rows` of `gated_delta_rule_op`
+NO_REPEATS: RowTables = (None, None)  # the rows are the tokens
 
 
 @torch.library.custom_op("ramify::gated_delta_rule", mutates_args=())
@@ -460,13 +486,13 @@ def gated_delta_rule_op(
     in them, and its fork, `fork_tracks` [forks + 1] the first track of each fork, and `rounds` [rounds + 1], on the
     CPU, the first track of each round.
     """
-    has_repeats, bounds = len(rows) > len(value), rounds.tolist()
-    if has_repeats:
-        query, key, value, log_decay, strength = _copy_to_rows(rows, query, key, value, log_decay, strength)
     out, fork_states = torch.empty_like(value), _new_fork_states(query, value, fork_tracks)
     inputs, tables = (query, key, value, log_decay, strength), (chunks, track_chunks, tracks)
-    decay, inverse = _compute_tracks(*inputs, *tables, fork_states, bounds, out, chunk_size, scale)
-    return out.index_select(0, output_rows) if has_repeats else out, decay, inverse
+    row_tables = (rows, output_rows) if len(rows) > len(value) else NO_REPEATS
+    decay, inverse = _compute_tracks(
+        *inputs, *tables, fork_states, rounds.tolist(), out, chunk_size, scale, row_tables=row_tables
+    )
+    return out, decay, inverse
 
 
 def continue_tracks(
@@ -508,18 +534,19 @@ def _compute_tracks(
     chunk_size: int,
     scale: float,
     slots: dict[str, int] | None = None,
+    row_tables: RowTables = NO_REPEATS,
 ) -> tuple[Tensor, Tensor]:
     """Write the outputs of all tracks; return G and T. `bounds` are the first track of each round, and their number."""
-    sizes = _get_sizes(query, value, chunk_size)
-    grid = sizes["HEADS"], len(chunks)
-    decay, inverse = torch.empty_like(log_decay), value.new_empty(*value.shape[:2], chunk_size)
-    _solve[grid](key, log_decay, strength, chunks, decay, inverse, **_get_constants("_solve", sizes, value))
+    sizes, (rows, _) = _get_sizes(query, value, chunk_size), row_tables
+    grid, num_rows = (sizes["HEADS"], len(chunks)), len(value if rows is None else rows)
+    decay, inverse = log_decay.new_empty(num_rows, grid[0]), value.new_empty(num_rows, grid[0], chunk_size)
+    _solve[grid](key, log_decay, strength, rows, chunks, decay, inverse, **_get_constants("_solve", sizes, value))
     tables = chunks, track_chunks, tracks
     states, new, _, _ = _compute_states(
-        key, value, decay, strength, inverse, *tables, fork_states, bounds, sizes, slots
+        key, value, decay, strength, inverse, rows, *tables, fork_states, bounds, sizes, slots
     )
     constants = _get_constants("_compute_outputs", sizes, value)
-    _compute_outputs[grid](query, key, new, decay, states, chunks, out, scale, **constants)
+    _compute_outputs[grid](query, key, new, decay, states, *row_tables, chunks, out, scale, **constants)
     return decay, inverse
 
 
@@ -529,6 +556,7 @@ def _compute_states(
     decay: Tensor,
     strength: Tensor,
     inverse: Tensor,
+    rows: Tensor | None,
     chunks: Tensor,
     track_chunks: Tensor | None,
     tracks: Tensor,
@@ -537,23 +565,19 @@ def _compute_states(
     sizes: dict[str, int],
     slots: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return S₀ of each chunk, and N, U and W of each token."""
+    """Return S₀ of each chunk, and N, U and W of each row."""
     heads, key_dim, value_dim = sizes["HEADS"], sizes["K"], sizes["V"]
-    u, w = torch.empty_like(value), value.new_empty(len(value), heads, key_dim)
+    u, w = (value.new_empty(len(decay), heads, width) for width in (value_dim, key_dim))
     constants = _get_constants("_transform", sizes, value)
-    _transform[heads, len(chunks)](key, value, decay, strength, inverse, chunks, u, w, **constants)
-    states, new = value.new_empty(len(chunks), heads, key_dim, value_dim), torch.empty_like(value)
+    _transform[heads, len(chunks)](key, value, decay, strength, inverse, rows, chunks, u, w, **constants)
+    states, new = value.new_empty(len(chunks), heads, key_dim, value_dim), torch.empty_like(u)
     constants = _get_constants("_pass_states", sizes, value)
     constants |= slots or {"SLOT_STRIDE": 0, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
     for first, stop in pairwise(bounds):
         _pass_states[value_dim // constants["BV"], heads, stop - first](
-            key, u, w, decay, chunks, track_chunks, tracks, states, new, fork_states, first, **constants
+            key, u, w, decay, rows, chunks, track_chunks, tracks, states, new, fork_states, first, **constants
         )
     return states, new, u, w
-
-
-def _copy_to_rows(rows: Tensor, *inputs: Tensor) -> list[Tensor]:
-    return [tensor.index_select(0, rows) for tensor in inputs]
 
 
 def _new_fork_states(query: Tensor, value: Tensor, fork_tracks: Tensor) -> Tensor:
@@ -582,41 +606,40 @@ def gated_delta_rule_backward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the inputs. Only the rows with outputs have gradients of outputs."""
-    has_repeats = len(rows) > len(value)
-    if has_repeats:
-        query, key, value, strength = _copy_to_rows(rows, query, key, value, strength)
-        grad = torch.zeros_like(value).index_copy_(0, output_rows.long(), grad)
-    sizes = _get_sizes(query, value, chunk_size)
+    row_tables = (rows, output_rows) if len(rows) > len(value) else NO_REPEATS
+    row_table, sizes = row_tables[0], _get_sizes(query, value, chunk_size)
     heads, key_heads, value_dim = sizes["HEADS"], sizes["KEY_HEADS"], sizes["V"]
     tables, bounds = (chunks, track_chunks, tracks), rounds.tolist()
     fork_states = _new_fork_states(query, value, fork_tracks)
-    states, new, u, w = _compute_states(key, value, decay, strength, inverse, *tables, fork_states, bounds, sizes)
+    states, new, u, w = _compute_states(
+        key, value, decay, strength, inverse, row_table, *tables, fork_states, bounds, sizes
+    )
     d_states, d_new = torch.empty_like(states), torch.empty_like(new)
     constants = _get_constants("_backward_outputs", sizes, value)
-    _backward_outputs[heads, len(chunks)](query, key, decay, grad, chunks, d_new, scale, **constants)
+    _backward_outputs[heads, len(chunks)](query, key, decay, grad, *row_tables, chunks, d_new, scale, **constants)
     num_roots = bounds[1]
     d_starts = states.new_empty(max(1, len(tracks) - num_roots), *states.shape[1:], dtype=torch.float32)
     constants = _get_constants("_pass_gradients", sizes, value)
     for first, stop in reversed(list(pairwise(bounds))):
         _pass_gradients[value_dim // constants["BV"], heads, stop - first](
-            query, key, w, decay, grad, chunks, track_chunks, tracks, fork_tracks, d_states, d_new, d_starts,
+            query, key, w, decay, grad, *row_tables, *tables, fork_tracks, d_states, d_new, d_starts,
             first, num_roots, scale, **constants,
         )  # fmt: skip
     d_query, d_key, d_key_states, d_w = (torch.empty_like(w) for _ in range(4))
-    d_value, d_decay, d_log_decay, d_strength = torch.empty_like(value), *(torch.empty_like(decay) for _ in range(3))
+    d_value, d_decay, d_log_decay, d_strength = torch.empty_like(u), *(torch.empty_like(decay) for _ in range(3))
     constants = _get_constants("_backward_states", sizes, value)
     _backward_states[heads, len(chunks)](
-        query, key, new, decay, states, grad, d_states, d_new, chunks, d_query, d_key_states, d_w, d_decay, scale,
-        **constants,
+        query, key, new, decay, states, grad, d_states, d_new, *row_tables, chunks,
+        d_query, d_key_states, d_w, d_decay, scale, **constants,
     )  # fmt: skip
     constants = _get_constants("_backward_system", sizes, value)
     _backward_system[heads, len(chunks)](
-        key, value, u, w, decay, strength, inverse, d_new, d_w, d_key_states, d_decay, chunks,
+        key, value, u, w, decay, strength, inverse, d_new, d_w, d_key_states, d_decay, row_table, chunks,
         d_key, d_value, d_log_decay, d_strength, **constants,
     )  # fmt: skip
     if heads > key_heads:
         d_query, d_key = (tensor.unflatten(1, (key_heads, -1)).sum(2) for tensor in (d_query, d_key))
-    if has_repeats:
+    if row_table is not None:
         grads = d_query, d_key, d_value, d_log_decay, d_strength
         d_query, d_key, d_value, d_log_decay, d_strength = (sum_rows(part, token_rows, first_rows) for part in grads)
     return d_query, d_key, d_value, d_log_decay, d_strength
