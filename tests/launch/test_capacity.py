@@ -131,6 +131,12 @@ def test_the_fastest_sizes_that_fit_are_chosen_and_explained():
     assert cells[-1] == 140 and cells[-2] >= 0.05 * 140 - 0.1
 
 
+def test_packs_are_larger_than_16k_only_where_they_take_no_gpu_from_engines():
+    run = build_run("org/Some-500M", seq_len=2048)
+    plans = [plan_run(run, [build_machine(num_gpus, gpu_gib=140)])[0] for num_gpus in (1, 2)]
+    assert [planned.trainer.pack_tokens for planned in plans] == [49_152, 16_384]
+
+
 def test_a_pack_holds_the_longest_path():
     planned, _ = plan_run(build_run("org/Some-4B", seq_len=20000), [build_machine(1, gpu_gib=140)])
     assert planned.trainer.pack_tokens >= 20096

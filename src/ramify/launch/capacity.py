@@ -28,6 +28,7 @@ from ramify.train.memory import MAX_MEMORY_FRACTION, ModelSize, check_recompute_
 from ramify.train.step_sizes import (
     LAYERS_KEY,
     MOMENTS_KEY,
+    PACK_SIZES,
     PACKS_KEY,
     Settings,
     SizeChoice,
@@ -49,6 +50,7 @@ UNPLANNED_KV_FRACTION = 0.4  # of the memory, for an engine of a model whose siz
 RUNNING_KEY, BATCHED_KEY = "inference.max_running_requests", "inference.max_num_batched_tokens"
 SET_BY_USER = "as configured"
 CACHE_KEY, FRACTION_KEY = "inference.kv_cache_tokens", "inference.kv_memory_fraction"
+MAX_PACK_OF_SEVERAL_GPUS = 16384  # tokens; memory for larger packs would take GPUs from the engines
 VLLM_FRACTION_KEY = "inference.gpu_memory_utilization"
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -190,8 +192,8 @@ def _list_options(
     model, division = find_size(config.model.name), GpuDivision(config, nodes, find_size)
     steps = [SizeOption({} if moments is None else {MOMENTS_KEY: moments})]
     if model is not None and division.gpus_per_rank:
-        num_gpus = int(sum(node.num_gpus for node in nodes))
-        steps = list_step_options(config.trainer, model, config.seq_len, moments, num_gpus=num_gpus)
+        max_pack = PACK_SIZES[0] if sum(node.num_gpus for node in nodes) == 1 else MAX_PACK_OF_SEVERAL_GPUS
+        steps = list_step_options(config.trainer, model, config.seq_len, moments, max_pack=max_pack)
     by_cost = [(_list_engine_settings(config, division, share), cost) for share, cost in CACHE_COSTS.items()]
     engines = [(engine_settings, cost) for engine_settings, cost in by_cost if engine_settings is not None]
     options = [

@@ -176,7 +176,7 @@ class TrainerConfig(Config):
     """CPU threads; None is torch's default."""
     pack_tokens: Literal["auto"] | Annotated[int, Field(ge=128, multiple_of=128)] = "auto"
     """Tokens per forward and backward pass; larger trees are split. `auto`: what the GPU's memory allows, up to 49,152
-    (16,384 with several GPUs) or twice `seq_len`; 16,384 on a CPU."""
+    (16,384 if an RL run has several GPUs) or twice `seq_len`; 16,384 on a CPU."""
     compile: bool | None = None
     """Compile the layers; None compiles on a GPU."""
     recompute_layers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"

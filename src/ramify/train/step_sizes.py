@@ -15,7 +15,6 @@ from ramify.train.config import TrainerConfig
 from ramify.train.memory import ModelSize, estimate_rank
 
 PACK_SIZES = (49152, 32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
-MAX_PACK_OF_SEVERAL = 16384  # with several GPUs: memory for larger packs would take GPUs from the engines
 PACK_MULTIPLE = 128  # `pack_tokens` is a multiple of it
 PACK_LOSS_TOKENS = 512  # lost per pack; at 7.1 B, four packs of 4k took at most 1.12 times as long as one of 16k
 REPEATED_FRACTION = 0.25  # of `seq_len`, computed again in each pack: a prefix that the tree of another pack has too
@@ -55,9 +54,9 @@ def list_moments(trainer: TrainerConfig, num_ranks: int) -> list[str | None]:
 
 
 def list_step_options(
-    trainer: TrainerConfig, model: ModelSize, seq_len: int, moments: str | None, *, num_gpus: int = 1
+    trainer: TrainerConfig, model: ModelSize, seq_len: int, moments: str | None, *, max_pack: int = PACK_SIZES[0]
 ) -> list[SizeOption]:
-    """Return the sizes of a step to choose from if there are `num_gpus` GPUs.
+    """Return the sizes of a step to choose from on GPUs. `max_pack` limits the packs that hold many paths.
 
     A pack holds `seq_len` tokens, because a path is never split. Packs of long paths may be larger than the others,
     because a pack with one path repeats the most.
@@ -65,10 +64,9 @@ def list_step_options(
     packs = layers = list[int | None]([None])
     if trainer.pack_tokens == "auto":
         longest = round_up_pack(seq_len)
-        fixed = [tokens for tokens in PACK_SIZES if num_gpus == 1 or tokens <= MAX_PACK_OF_SEVERAL]
-        packs = [longest, *(tokens for tokens in fixed if tokens > longest)]
+        packs = [longest, *(tokens for tokens in PACK_SIZES if longest < tokens <= max_pack)]
         packs = packs if longest >= PACK_SIZES[-1] else packs[1:]
-        packs += [tokens for tokens in (round_up_pack(1.5 * seq_len), 2 * longest) if tokens > fixed[0]]
+        packs += [tokens for tokens in (round_up_pack(1.5 * seq_len), 2 * longest) if tokens > max_pack]
     if trainer.recompute_layers == "auto":
         layers = list(dict.fromkeys(round(fraction * model.num_layers) for fraction in RECOMPUTED_FRACTIONS))
     options: list[SizeOption] = []
@@ -152,9 +150,7 @@ def plan_step(
     options = (
         (
             moments,
-            sorted(
-                list_step_options(trainer, model, seq_len, moments, num_gpus=num_ranks), key=lambda option: option.cost
-            ),
+            sorted(list_step_options(trainer, model, seq_len, moments), key=lambda option: option.cost),
         )
         for moments in list_moments(trainer, num_ranks)
     )
