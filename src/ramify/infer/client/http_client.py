@@ -167,7 +167,7 @@ class HttpClient:
         import aiohttp
 
         session = self._open_session()
-        data = None if body is None else load_body_class()(body, content_type=content_type)
+        data = None if body is None else get_body_class()(body, content_type=content_type)
         try:
             response = await session.request(method, self.base_url + path, data=data, headers=self.headers)
             return HttpResponse(response.status, response.headers, await response.read())
@@ -179,7 +179,7 @@ class HttpClient:
         except aiohttp.ClientConnectorError as error:  # also a certificate that is not trusted
             raise ConnectFailed(f"{self.base_url} cannot be reached: {error}") from error
         except aiohttp.ClientError as error:
-            if data is not None and not data.was_written:
+            if data is not None and data.was_refused:
                 raise ConnectFailed(f"{self.base_url} closed the connection before the request was sent") from error
             raise ResponseLost(f"{self.base_url}: {error or type(error).__name__}") from error
         except ValueError as error:
@@ -208,16 +208,17 @@ class HttpClient:
 
 
 @lru_cache(maxsize=1)
-def load_body_class() -> type[Any]:
-    """Return the class of the bodies of requests, which know whether they were written to an open connection."""
+def get_body_class() -> type[Any]:
+    """Return a class of request bodies that record whether a connection took them."""
     import aiohttp
 
     class RequestBody(aiohttp.BytesPayload):
-        was_written = False
+        was_refused: bool | None = None  # true if each connection was closed when the body was written to it
 
         async def write_with_length(self, writer: Any, content_length: int | None) -> None:
-            self.was_written |= writer.transport is not None and not writer.transport.is_closing()
-            await super().write_with_length(writer, content_length)  # head and body at once
+            is_closed = writer.transport is None or writer.transport.is_closing()
+            self.was_refused = is_closed and self.was_refused is not False
+            await super().write_with_length(writer, content_length)  # which also sends the headers
 
     return RequestBody
 
