@@ -1,6 +1,6 @@
 """Distributes tests over the workers of xdist.
 
-A file runs in one worker, and the slowest directories start first. In a run of all tests, three of eight workers
+A file runs in one worker, and the slowest directories start first. In a run of all tests, some of the workers
 collect the tests that import torch and other heavy libraries (`HEAVY_TESTS`); the others do not import them, which
 saves each of them ten seconds and half a gigabyte.
 

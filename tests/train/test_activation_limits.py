@@ -148,10 +148,10 @@ def build_small_trainer(room: int, *, num_allocations: int = 0, shape: str = "ll
 @pytest.mark.parametrize(
     ("shape", "room", "recomputed"),
     [
-        ("llama", 700, 1),
+        ("llama", 90, 2),
         ("hybrid", 90, 2),
-        pytest.param("llama", 90, 2, marks=pytest.mark.full("chains need smaller packs")),
-        pytest.param("hybrid", 700, 1, marks=pytest.mark.full("a forest needs only recomputed layers")),
+        pytest.param("llama", 700, 1, marks=pytest.mark.full("with 90, layers are recomputed first, too")),
+        pytest.param("hybrid", 700, 1, marks=pytest.mark.full("with 90, layers are recomputed first, too")),
     ],
 )
 def test_a_failed_allocation_repeats_the_step_with_less_memory(room, recomputed, shape, tmp_path):

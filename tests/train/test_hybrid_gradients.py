@@ -93,7 +93,7 @@ class Float64Mode(TorchFunctionMode):
 
 
 @pytest.mark.parametrize(  # the experts of the other are float32 only
-    "shape", ["qwen3_5", pytest.param("olmo_hybrid", marks=pytest.mark.full("the delta rule of qwen3_5")), "lfm2"]
+    "shape", ["qwen3_5", pytest.param("olmo_hybrid", marks=pytest.mark.full("has the delta rule of qwen3_5")), "lfm2"]
 )
 def test_a_forest_is_as_near_to_float64_as_flat_paths(shape):
     errors = {"forest": 0.0, "flat": 0.0}

@@ -427,7 +427,7 @@ def build_segments() -> ForestSegments:
     return ForestSegments(*(np.array(array, np.int32) for array in arrays))
 
 
-@long_in_the_interpreter  # where `measure_kernel_error` compares the same on a smaller forest
+@long_in_the_interpreter  # `measure_kernel_error` compares the same on a forest of the same structure
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_tracks_of_chunks_have_the_outputs_and_gradients_of_the_delta_rule_in_float64(key_heads):
     segments, tokens = build_segments(), sum(SEGMENT_LENGTHS)
