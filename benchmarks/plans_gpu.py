@@ -75,7 +75,7 @@ def plan_case(case: dict[str, Any], model: Path) -> tuple[RunConfig, float]:
     node = build_node(case)
     planned, _ = plan_sizes(config, [node])
     memory = place_run(planned, [node], user_config=config).list_memory()
-    return planned, max(needed for _, needed, available in memory if available == node.gpu_memory) / GIB
+    return planned, max(needed for name, needed, _ in memory if name.startswith("GPU")) / GIB
 
 
 def build_node(case: dict[str, Any]) -> ClusterNode:

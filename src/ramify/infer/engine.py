@@ -43,7 +43,7 @@ T = TypeVar("T")
 COMMAND_TIMEOUT = 120.0  # seconds; a command waits for one step at most
 STAGING_TIMEOUT = 600.0  # seconds that an update of the weights waits for another one to be staged
 IDLE_WAIT_SECONDS = 0.2  # after which an idle thread checks the deadlines
-LOCKED_IDLE_WAIT_SECONDS = 0.02  # the same if a trainer may take the GPU, whose time is not counted as idle
+LOCKED_IDLE_WAIT_SECONDS = 0.02  # the same if a trainer may take the GPU: until the next check, its time counts as idle
 LOCK_POLL_INTERVAL = 0.002  # seconds between two checks of whether a trainer still computes on the GPU
 
 

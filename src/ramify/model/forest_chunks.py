@@ -20,7 +20,7 @@ from ramify.trace.columns import Int32Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForestChunks:
-    """The chunks of a pack and their rows. A row is a token; the rows of a chunk follow each other.
+    """The chunks of a pack and their rows. A row stands for a token; the rows of a chunk follow each other.
 
     With chunks of 4 tokens, a trunk of the tokens 0 to 5 with the branches 6, 7, 8 and 9, 10 has the chunks
     [0, 1, 2, 3], [4, 5, 6, 7], [8] and [4, 5, 9, 10]. The tokens 4 and 5 have their outputs from the first of their

@@ -146,11 +146,11 @@ def pass_tracks(
 def measure_kernel_error(
     key_heads: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Return the largest relative error of the Triton kernels' output and gradients, on a forest that repeats tokens.
+    """Return the largest relative error of the Triton kernels' output and gradients. One of two trees repeats tokens.
 
     The reference is PyTorch in float64.
     """
-    stop, parent = np.array([CHUNK_SIZE + 6, CHUNK_SIZE + 9, CHUNK_SIZE + 14], np.int32), np.array([-1, 0, 0], np.int32)
+    stop, parent = np.array([6, 9, 14, 17], np.int32) + CHUNK_SIZE, np.array([-1, 0, 0, -1], np.int32)
     segments = ForestSegments(np.append(np.int32(0), stop[:-1]), stop, parent, (parent + 1).astype(np.int32))
     chunks, generator = ForestChunks.from_segments(segments, CHUNK_SIZE), torch.Generator().manual_seed(0)
     shapes = [(key_heads, key_dim), (key_heads, key_dim), (heads, value_dim), (heads, value_dim), (heads,), (heads,)]

@@ -9,7 +9,7 @@ import numpy as np
 
 CHUNK_SIZE = 64  # tokens of a path or a sequence that are computed together
 MIN_CHUNK_ROWS = CHUNK_SIZE // 2  # in an engine on CUDA, a sequence with fewer rows in a step is computed row by row
-MIN_WIDTH = 64  # to which heads are padded: with 16, kernels that Triton 3.6 compiles leave their memory on an H200
+MIN_WIDTH = 64  # to which heads are padded: with 16, code of Triton 3.6 accesses memory out of bounds on an H200
 
 
 def round_up_width(width: int) -> int:

@@ -5,8 +5,8 @@ one head per program, for all chunks at once. `_pass_states` takes the state of 
 and `_pass_gradients` its gradient backwards; they are launched once for each round of tracks, and a program owns some
 columns of the state. No two programs add to the same memory, so gradients are bitwise reproducible.
 
-A chunk may repeat the tokens before a fork. So kernels compute rows, which read the inputs of their tokens and write
-the output of a token once; the gradients of inputs are summed over the rows of each token, in a fixed order.
+A chunk may repeat the tokens before a fork, so kernels work on rows. A row reads the inputs of its token, and one row
+of a token writes its output. The gradients of inputs are summed over the rows of each token, in a fixed order.
 
 The engine's prompts are tracks, too: each begins with the state in its request's slot and leaves its last state there
 (`continue_tracks`).
@@ -45,15 +45,15 @@ LAUNCH_OPTIONS = {
 
 @triton.jit
 def _list_rows(ROWS, start, stop, C: tl.constexpr):
-    """Return the rows of a chunk, which of the C are in it, and their tokens. Without ROWS, the rows are the tokens."""
+    """Return the rows of a chunk, the mask of those before its end, and their tokens: the same without ROWS."""
     row = start + tl.arange(0, C)
     is_row = row < stop
     return row, is_row, (row if ROWS is None else tl.load(ROWS + row, mask=is_row, other=0))
 
 
 @triton.jit
-def _has_output(OUTPUT_ROWS, row, token, is_row):
-    """Return which rows have the outputs of their tokens. Without OUTPUT_ROWS, all have them."""
+def _writes_output(OUTPUT_ROWS, row, token, is_row):
+    """Return the mask of the rows that write the outputs of their tokens: all without OUTPUT_ROWS."""
     return is_row if OUTPUT_ROWS is None else is_row & (tl.load(OUTPUT_ROWS + token, mask=is_row, other=-1) == row)
 
 
@@ -82,7 +82,7 @@ def _load_scalars(X, row, is_row, head, HEADS: tl.constexpr):
 
 @triton.jit
 def _load_decay(DECAY, start, stop, head, HEADS: tl.constexpr, C: tl.constexpr):
-    """Return G of a head at each token of a chunk, [C]. Behind the chunk it stays the same: 0 could make D overflow."""
+    """Return G of a head at each row of a chunk, [C]. Behind the chunk it stays the same: 0 could make D overflow."""
     row = tl.minimum(start + tl.arange(0, C), tl.maximum(stop - 1, 0))  # an added row of the table is empty
     return tl.load(DECAY + row * HEADS + head)
 
@@ -257,7 +257,7 @@ def _compute_outputs(
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
     row, is_row, token = _list_rows(ROWS, start, stop, C)
-    has_output = _has_output(OUTPUT_ROWS, row, token, is_row)
+    writes_output = _writes_output(OUTPUT_ROWS, row, token, is_row)
     key_head = head // (HEADS // KEY_HEADS)
     query = _load_rows(QUERY, token, is_row, key_head, 0, KEY_HEADS, K, K)
     key = _load_rows(KEY, token, is_row, key_head, 0, KEY_HEADS, K, K)
@@ -269,7 +269,7 @@ def _compute_outputs(
         new = _load_rows(NEW, row, is_row, head, column, HEADS, V, BV)
         out = tl.dot(query, state, input_precision=PRECISION) * tl.exp(decay)[:, None]
         out = tl.dot(scores, new, out, input_precision=PRECISION) * scale
-        _store_rows(OUT, out, token, has_output, head, column, HEADS, V, BV)
+        _store_rows(OUT, out, token, writes_output, head, column, HEADS, V, BV)
 
 
 # -- kernels of the backward pass ------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def _backward_outputs(
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
     row, is_row, token = _list_rows(ROWS, start, stop, C)
-    has_output = _has_output(OUTPUT_ROWS, row, token, is_row)
+    writes_output = _writes_output(OUTPUT_ROWS, row, token, is_row)
     key_head = head // (HEADS // KEY_HEADS)
     query = _load_rows(QUERY, token, is_row, key_head, 0, KEY_HEADS, K, K)
     key = _load_rows(KEY, token, is_row, key_head, 0, KEY_HEADS, K, K)
@@ -293,7 +293,7 @@ def _backward_outputs(
     scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * _transposed_pair_decay(decay, C) * scale
     scores = scores.to(query.dtype)
     for column in range(0, V, BV):
-        grad = _load_rows(GRAD, token, has_output, head, column, HEADS, V, BV)
+        grad = _load_rows(GRAD, token, writes_output, head, column, HEADS, V, BV)
         d_new = tl.dot(scores, grad, input_precision=PRECISION)
         _store_rows(D_NEW, d_new, row, is_row, head, column, HEADS, V, BV)
 
@@ -317,7 +317,7 @@ def _pass_gradients(
         chunk = tl.load(TRACK_CHUNKS + last_index - step)
         start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
         row, is_row, token = _list_rows(ROWS, start, stop, C)
-        has_output = _has_output(OUTPUT_ROWS, row, token, is_row)
+        writes_output = _writes_output(OUTPUT_ROWS, row, token, is_row)
         fork = tl.load(CHUNKS + 3 * chunk + 2)
         if fork >= 0:
             for branch in range(tl.load(FORK_TRACKS + fork), tl.load(FORK_TRACKS + fork + 1)):
@@ -332,7 +332,7 @@ def _pass_gradients(
         d_new = d_new.to(key.dtype)
         _store_rows(D_NEW, d_new, row, is_row, head, column, HEADS, V, BV)
         query = _load_rows(QUERY, token, is_row, key_head, 0, KEY_HEADS, K, K)
-        grad = _load_rows(GRAD, token, has_output, head, column, HEADS, V, BV)
+        grad = _load_rows(GRAD, token, writes_output, head, column, HEADS, V, BV)
         w = _load_rows(W, row, is_row, head, 0, HEADS, K, K)
         grad = (grad * (tl.exp(decay) * scale)[:, None]).to(key.dtype)
         d_state = tl.dot(tl.trans(query), grad, d_state * tl.exp(last), input_precision=PRECISION)
@@ -352,14 +352,14 @@ def _backward_states(
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
     row, is_row, token = _list_rows(ROWS, start, stop, C)
-    has_output = _has_output(OUTPUT_ROWS, row, token, is_row)
+    writes_output = _writes_output(OUTPUT_ROWS, row, token, is_row)
     key_head, index = head // (HEADS // KEY_HEADS), tl.arange(0, C)
     d_query, d_key, d_w = tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32)
     state_product = 0.0
     for column in range(0, V, BV):
         state = tl.load(STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
         d_state = tl.load(D_STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
-        grad = _load_rows(GRAD, token, has_output, head, column, HEADS, V, BV)
+        grad = _load_rows(GRAD, token, writes_output, head, column, HEADS, V, BV)
         new = _load_rows(NEW, row, is_row, head, column, HEADS, V, BV)
         d_new = _load_rows(D_NEW, row, is_row, head, column, HEADS, V, BV)
         d_query = tl.dot(grad, tl.trans(state), d_query, input_precision=PRECISION)
@@ -382,7 +382,7 @@ def _backward_states(
     # `_backward_system`.
     d_scores, d_scores_t = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for column in range(0, V, BV):
-        grad = _load_rows(GRAD, token, has_output, head, column, HEADS, V, BV)
+        grad = _load_rows(GRAD, token, writes_output, head, column, HEADS, V, BV)
         new = _load_rows(NEW, row, is_row, head, column, HEADS, V, BV)
         d_scores = tl.dot(grad, tl.trans(new), d_scores, input_precision=PRECISION)
         d_scores_t = tl.dot(new, tl.trans(grad), d_scores_t, input_precision=PRECISION)
@@ -605,14 +605,14 @@ def gated_delta_rule_backward_op(
     chunk_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the inputs. Only the rows with outputs have gradients of outputs."""
+    """Return the gradients of the inputs; `grad` is the gradient of each token's output."""
     row_tables = (rows, output_rows) if len(rows) > len(value) else NO_REPEATS
-    row_table, sizes = row_tables[0], _get_sizes(query, value, chunk_size)
+    row_tokens, sizes = row_tables[0], _get_sizes(query, value, chunk_size)
     heads, key_heads, value_dim = sizes["HEADS"], sizes["KEY_HEADS"], sizes["V"]
     tables, bounds = (chunks, track_chunks, tracks), rounds.tolist()
     fork_states = _new_fork_states(query, value, fork_tracks)
     states, new, u, w = _compute_states(
-        key, value, decay, strength, inverse, row_table, *tables, fork_states, bounds, sizes
+        key, value, decay, strength, inverse, row_tokens, *tables, fork_states, bounds, sizes
     )
     d_states, d_new = torch.empty_like(states), torch.empty_like(new)
     constants = _get_constants("_backward_outputs", sizes, value)
@@ -634,12 +634,12 @@ def gated_delta_rule_backward_op(
     )  # fmt: skip
     constants = _get_constants("_backward_system", sizes, value)
     _backward_system[heads, len(chunks)](
-        key, value, u, w, decay, strength, inverse, d_new, d_w, d_key_states, d_decay, row_table, chunks,
+        key, value, u, w, decay, strength, inverse, d_new, d_w, d_key_states, d_decay, row_tokens, chunks,
         d_key, d_value, d_log_decay, d_strength, **constants,
     )  # fmt: skip
     if heads > key_heads:
         d_query, d_key = (tensor.unflatten(1, (key_heads, -1)).sum(2) for tensor in (d_query, d_key))
-    if row_table is not None:
+    if row_tokens is not None:
         grads = d_query, d_key, d_value, d_log_decay, d_strength
         d_query, d_key, d_value, d_log_decay, d_strength = (sum_rows(part, token_rows, first_rows) for part in grads)
     return d_query, d_key, d_value, d_log_decay, d_strength
