@@ -84,6 +84,7 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
     nap = f"97{rng.random()}"
     mounts_before = list_mounts(tmp_path)
     answers: Counter[str] = Counter()
+    reasons: list[str] = []
     killed: list[int] = []
     workers: set[int] = set()
     templates: set[psutil.Process] = set()
@@ -112,6 +113,7 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
                 answers[error.name] += 1
             else:
                 answers[trace.errors[0].name if trace.errors else "done"] += 1
+                reasons.extend(f"{error.name}: {error.message}" for error in trace.errors)
 
     async def main():
         config = make_config(
@@ -130,7 +132,7 @@ async def test_cancels_and_killed_workers_leave_nothing_behind(engine, fork_clie
 
     await asyncio.wait_for(main(), 300)
     allowed = {"done", "RequestCancelled"} | ({"SandboxError"} if harness is PRELOADED else set())  # a killed template
-    assert sum(answers.values()) == NUM_ROLLOUTS and set(answers) <= allowed, answers
+    assert sum(answers.values()) == NUM_ROLLOUTS and set(answers) <= allowed, (answers, reasons)
     assert len(killed) == 2 and answers["done"] and answers["RequestCancelled"]
     assert run_command(["runtime", "clean"]) == 0
     assert "removed" in capsys.readouterr().out

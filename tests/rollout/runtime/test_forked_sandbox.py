@@ -5,6 +5,8 @@ import contextlib
 import json
 import logging
 import os
+import signal
+import socket
 import subprocess
 import uuid
 from pathlib import Path
@@ -17,6 +19,7 @@ from ramify.env import Task
 from ramify.rollout.harness.program import ProgramHarnessConfig
 from ramify.rollout.runtime import SandboxRuntime, SandboxRuntimeConfig
 from ramify.rollout.runtime.config import PreloadConfig
+from ramify.rollout.runtime.running_sandbox import BwrapSandbox
 from ramify.rollout.runtime.template import SandboxTemplate, TemplateTimeouts, find_isolation_problem, read_namespaces
 from tests.rollout.runtime.conftest import open_runtime, skip_unless_available
 from tests.rollout.runtime.test_sandbox import CALLS, NUMBERS, RECENT_CALLS
@@ -564,3 +567,16 @@ def test_preload_needs_a_sandbox():
         load_env(OneTask, harness=harness)
     env = load_env(OneTask, harness=harness, runtime={"id": "sandbox"})
     assert env.sandbox_template is not None and env.sandbox_template.preload.python == ("python3", "-u")
+
+
+async def test_a_sandbox_that_ended_while_it_started_closes_no_file_twice():
+    sandbox, (ours, theirs) = BwrapSandbox(None), socket.socketpair()
+    with subprocess.Popen(["sleep", "60"]) as first, subprocess.Popen(["true"]) as ended, ours:
+        ended.wait(10)
+        sandbox._first_process_fd = os.pidfd_open(first.pid)
+        with pytest.raises(ProcessLookupError):
+            sandbox._take_files([os.open(".", os.O_RDONLY), theirs.detach()], ended.pid)
+        other_fd = os.open(os.devnull, os.O_RDONLY)  # gets the lowest number that is free
+        await sandbox.stop()
+        assert first.wait(10) == -signal.SIGKILL
+        os.close(other_fd)

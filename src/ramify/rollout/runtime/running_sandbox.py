@@ -75,9 +75,9 @@ class RunningSandbox(ABC):
         self._directory_fd, listener_fd = fds
         self._listener = socket.socket(fileno=listener_fd)
         self._listener.setblocking(False)
-        if self._first_process_fd >= 0:
-            os.close(self._first_process_fd)
-        self._first_process_fd = os.pidfd_open(pid)
+        earlier_fd, self._first_process_fd = self._first_process_fd, os.pidfd_open(pid)  # fails if it has ended
+        if earlier_fd >= 0:
+            os.close(earlier_fd)
         self.channel.start()
 
     @staticmethod
