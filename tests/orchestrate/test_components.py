@@ -35,6 +35,7 @@ from tests.support.processes import async_wait_until as wait_until
 pytestmark = pytest.mark.process
 
 ENVIRONMENT = """
+import asyncio
 from pathlib import Path
 import ramify as rf
 
@@ -45,7 +46,9 @@ class Words(rf.Taskset):
             yield rf.Task(prompt=word, key=f"task-{{number}}")
 
     @rf.reward(weight={weight})
-    def any(self, trace):
+    async def any(self, task):
+        while task.key == "task-1" and Path({hold!r}).exists():
+            await asyncio.sleep(0.01)
         return 1.0
 """
 WORDS = " ".join(f"word-{number}" for number in range(6))
@@ -63,11 +66,12 @@ class ChangingRun:
     def __init__(self, directory, engine, fork_client):
         self.directory, self.engine, self.fork_client = directory, engine, fork_client
         self.data, self.path = directory / "words.txt", directory / "outputs" / "run"
+        self.hold = directory / "hold"  # while it exists, attempts at the second task are not scored
         self.data.write_text(WORDS)
         self.write_environment()
 
     def write_environment(self, weight: float = 1.0) -> None:
-        text = ENVIRONMENT.format(data=str(self.data), weight=weight)
+        text = ENVIRONMENT.format(data=str(self.data), hold=str(self.hold), weight=weight)
         (self.directory / "words.py").write_text(text)
 
     @property
@@ -121,7 +125,9 @@ def changing_run(tmp_path, engine, fork_client):
 
 
 async def test_environment_changes_are_named_and_refused_unless_accepted(changing_run):
+    changing_run.hold.touch()
     await changing_run.start()
+    changing_run.hold.unlink()
     changing_run.write_environment(weight=0.5)
     changing_run.data.write_text(WORDS.replace("word-3", "other"))
     with pytest.raises(EnvironmentChanged) as refused:
