@@ -138,9 +138,9 @@ style: env  ## ruff, formatting, structure and words
 lint: style  ## style and types
 	$(PYRIGHT)
 
-# Four workers for two cores: many tests wait for a process to start or for a timeout. Pyright uses one core for a minute,
+# Three workers for two cores: many tests wait for a process to start or for a timeout. Pyright uses one core for a minute,
 # so it runs beside the tests.
-WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 6 ? cores * 2 : 12)))
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores * 3 / 2 : 12)))
 test: style  ## style, types and the bounded tests
 	$(PYRIGHT) & pyright=$$!; $(PYTEST) -n $(WORKERS) --repeat-failed --run-limit 1200 tests; tests=$$?; wait $$pyright && exit $$tests
 

@@ -66,7 +66,7 @@ async def run_process(spec: ProcessSpec, launcher: LocalLauncher):
 async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_path):
     help_spec, wrong_spec, _ = build_specs(tmp_path, ("doctor", "--help"), ("serv",))
     with prefork([help_spec, wrong_spec]) as launcher:
-        (server,) = list_fork_servers()
+        (server,) = wait_until(list_fork_servers, "a fork server")
         async with run_process(help_spec, launcher) as process:
             assert await process.wait_for_exit() == 0
         assert "usage: ramify doctor" in help_spec.log.read_text()
@@ -152,7 +152,7 @@ async def test_forked_processes_have_variables_of_their_own(tmp_path, monkeypatc
         for name, variables in [("engine", {RESERVED_PORTS_VARIABLE: "5001,5002"}), ("trainer", {})]
     ]
     with prefork(specs) as launcher:
-        assert list_fork_servers()
+        wait_until(list_fork_servers, "a fork server")  # a process that has just started has no command line
         for spec, output in zip(specs, ("5001,5002 True\n", "None True\n"), strict=True):
             async with run_process(spec, launcher) as process:
                 assert await process.wait_for_exit() == 0
