@@ -515,11 +515,13 @@ def smoke(home: Path, args: Any) -> int:
     """Take two steps of each example with a random model; return 1 if one of them failed."""
     from _smoke import run_examples
 
+    if args.model:
+        return run_examples(Path(args.model).absolute(), home, args)
     model, script = home / f"random-{args.shape}-chat", Path(__file__).with_name("_random_qwen.py")
     vocabulary = QWEN_VOCABULARY if args.device == "cuda" else 9_000
     # In a process of its own, so that this one uses no GPU memory.
     subprocess.run([sys.executable, script, model, args.shape, str(vocabulary), "chat"], check=True, timeout=TIMEOUT)
-    return run_examples(args.model or model, home, args)
+    return run_examples(model, home, args)
 
 
 def main() -> int:
