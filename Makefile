@@ -70,8 +70,6 @@ DEV_EXTRAS := $(RUN_EXTRAS),math,mcp,parquet,prime,renderers,tensorboard,wandb
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
 # Pytest stores what it compiles, also where the variable forbids it: each worker would compile everything again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
-# With a larger space for young objects, the garbage collector of node takes an eighth less of pyright's time.
-PYRIGHT := NODE_OPTIONS=--max-semi-space-size=128 $(BIN)/pyright --warnings
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
 CREATE = $(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) .venv,$(PYTHON) -m venv .venv)
@@ -136,13 +134,12 @@ style: env  ## ruff, formatting, structure and words
 	$(BIN)/python -m tools.words
 
 lint: style  ## style and types
-	$(PYRIGHT)
+	$(BIN)/pyrefly check --summary=none
 
-# Three workers for two cores: many tests wait for a process to start or for a timeout. Pyright uses one core for a minute,
-# so it runs beside the tests.
+# Three workers for two cores: many tests wait for a process to start or for a timeout.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores * 3 / 2 : 12)))
-test: style  ## style, types and the bounded tests
-	$(PYRIGHT) & pyright=$$!; $(PYTEST) -n $(WORKERS) --repeat-failed --run-limit 1200 tests; tests=$$?; wait $$pyright && exit $$tests
+test: lint  ## style, types and the bounded tests
+	$(PYTEST) -n $(WORKERS) --repeat-failed --run-limit 1200 tests
 
 test-full: env lint  ## the same tests with full counts
 	RAMIFY_FULL=1 $(PYTEST) -n 2 --timeout 3600 --run-limit 14400 tests

@@ -18,7 +18,7 @@ echo "$(basename "$0") $*" >> "$CALLS"
 case "$*" in
 *"pip config list"*) echo "$PIP_SETTINGS" ;;
 *compileall*) sleep "$INSTALL_SECONDS" ;;
-*venv*) mkdir -p .venv/bin; for name in python ramify ruff pyright pytest; do cp "$0" ".venv/bin/$name"; done ;;
+*venv*) mkdir -p .venv/bin; for name in python ramify ruff pyrefly pytest; do cp "$0" ".venv/bin/$name"; done ;;
 *install*) echo "Downloading something"; sleep "$INSTALL_SECONDS"; exit "$INSTALL_STATUS" ;;
 esac
 """

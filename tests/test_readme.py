@@ -77,7 +77,7 @@ def test_commands_of_the_readme_find_their_files_and_arguments(has_bwrap, tmp_pa
     tracked_files = list_tracked_files()
     copy_files((name for name in tracked_files if "/" not in name or name.startswith("examples/")), folder)
     binaries = folder / ".venv" / "bin"
-    for name in ("python", "ramify", "pytest", "ruff", "pyright"):
+    for name in ("python", "ramify", "pytest", "ruff", "pyrefly"):
         write_program(binaries / name, RECORDER)
     (binaries / "activate").write_text(f"PATH={binaries}:$PATH\n")
     for stamp in (".installed-run", ".installed-dev"):

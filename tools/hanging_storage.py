@@ -130,7 +130,7 @@ def _record_failure(hanging: Path, local: Path) -> Steps:
 
     RunStore.open(hanging / "run").close()
     yield
-    execution._record_end(hanging / "run", "failed", name="ProcessDied", message="a test")  # pyright: ignore[reportPrivateUsage]
+    execution._record_end(hanging / "run", "failed", name="ProcessDied", message="a test")
 
 
 def _remove_served_weights(hanging: Path, local: Path) -> Steps:

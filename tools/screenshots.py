@@ -43,7 +43,7 @@ def main() -> int:
 
 def write_images(address: str, options: argparse.Namespace) -> None:
     """Click from the list of runs to the token that cost the worst rollout, and write an image of each view."""
-    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
+    from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser: Any = playwright.chromium.launch(executable_path=shutil.which(options.chromium), args=["--no-sandbox"])

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from latex2mathml.converter import convert as convert_to_mathml  # pyright: ignore[reportMissingImports]
-from mkdocs.config.defaults import MkDocsConfig  # pyright: ignore[reportMissingImports]
-from mkdocs.structure.files import File, Files, InclusionLevel  # pyright: ignore[reportMissingImports]
-from mkdocs.structure.pages import Page  # pyright: ignore[reportMissingImports]
+from latex2mathml.converter import convert as convert_to_mathml
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
 
 from tools.reference import FOLDER, list_pages
 

@@ -121,11 +121,11 @@ def test_control_characters_are_escaped(text, expected):
 
 def test_stream_escapes_and_rich_writes_below_it():
     file = io.StringIO()
-    stream = EscapingStream(EscapingStream(file))  # pyright: ignore[reportArgumentType]
+    stream = EscapingStream(EscapingStream(file))
     assert stream.write(HOSTILE) == len(HOSTILE)
     print(HOSTILE, file=stream)
     assert file.getvalue() == f"{SHOWN}{SHOWN}\n"
-    console = Console(file=stream, force_terminal=True)  # pyright: ignore[reportArgumentType]
+    console = Console(file=stream, force_terminal=True)
     console.print(Text("green", style="green"))
     assert "\x1b[32mgreen" in file.getvalue()
 
@@ -136,20 +136,20 @@ def test_console_escapes_texts_and_keeps_its_own_colors():
     table.add_row(HOSTILE)
     table.add_row("[link=http://example.org]x[/link]")
     console.print(table, Text(HOSTILE, style="green"), HOSTILE)
-    output = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    output = console.file.getvalue()
     assert_escaped(output)
     assert "\x1b[32m" in output
     assert "[link=http://example.org]x[/link]" in output
 
 
 def test_displays_escape_their_lines(capsys, tmp_path):
-    LogDisplay(None).print_line(HOSTILE)  # pyright: ignore[reportArgumentType]
+    LogDisplay(None).print_line(HOSTILE)
     assert capsys.readouterr().out == f"{SHOWN}\n"
     console = PipeConsole(file=io.StringIO(), force_terminal=True, width=200)
-    with LiveDisplay(None, console) as display:  # pyright: ignore[reportArgumentType]
+    with LiveDisplay(None, console) as display:
         display.print_line(HOSTILE)
         print(HOSTILE)  # a library that prints while the page is drawn
-    output = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    output = console.file.getvalue()
     for sequence in ("\x1b]", "\x1b[31m", "\x9b", "\u202e"):
         assert sequence not in output
     assert output.count("x1b]0;owned") == 2

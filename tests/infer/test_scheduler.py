@@ -46,7 +46,7 @@ def step(scheduler: Scheduler) -> list[tuple[int, int, int, bool, list[int]]]:
         assert len(block_ids) * scheduler.pool.block_size >= chunk.stop
         request.num_computed_tokens = chunk.stop
         if chunk.samples_next:
-            request.append_token(len(request.token_ids) % 7, 0.0, None)  # pyright: ignore[reportArgumentType]
+            request.append_token(len(request.token_ids) % 7, 0.0, None)
             if request.finish_reason:
                 scheduler.finish_request(request)
     return scheduled

@@ -244,7 +244,7 @@ def test_add_norm_kernel_matches_the_reference(rows: int, width: int, dtype: tor
     results: list[list[Tensor]] = []
     for function, kind in ((add_norm_products, dtype), (reference.add_norm_products, torch.float64)):
         leaves = [tensor.to(kind).clone().requires_grad_() for tensor in inputs]
-        outputs: Any = function(*leaves, 1e-6)  # pyright: ignore[reportCallIssue]
+        outputs: Any = function(*leaves, 1e-6)
         torch.autograd.backward(outputs[:3], [grad.to(kind) for grad in grads])
         results.append(
             [*(output.detach() for output in outputs[:3]), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -266,7 +266,7 @@ def test_norm_rotary_kernel_matches_the_reference(
     results: list[list[Tensor]] = []
     for function, kind in ((norm_rotate, dtype), (reference.norm_rotate, torch.float64)):
         leaves = [tensor.to(kind).requires_grad_() for tensor in (x.clone(), weight.clone())]
-        output: Any = function(*leaves, cos.to(kind), sin.to(kind), 1e-6)  # pyright: ignore[reportCallIssue]
+        output: Any = function(*leaves, cos.to(kind), sin.to(kind), 1e-6)
         output.backward(grad.to(kind))
         results.append([output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
     assert_near(*results, tolerance)

@@ -47,7 +47,7 @@ def test_unsupported_cache_is_rejected(model_type, message, tmp_path):
 
 
 def test_layers_with_different_kv_heads_are_rejected(tmp_path):
-    LlamaConfig(per_layer_config={1: {"num_key_value_heads": 8}}).save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    LlamaConfig(per_layer_config={1: {"num_key_value_heads": 8}}).save_pretrained(tmp_path)
     with pytest.raises(ModelUnsupported, match="num_key_value_heads"):
         load_engine_model(tmp_path)
 

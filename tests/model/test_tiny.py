@@ -82,7 +82,7 @@ def test_initial_heads_look_back():
     from tools.tiny.tokenizer import build_model_config
 
     config = build_model_config()
-    config._attn_implementation = "eager"  # pyright: ignore[reportPrivateUsage] - the only one that shows what it attends to
+    config._attn_implementation = "eager"  # the only one that shows what it attends to
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).float().eval()
     init_induction_heads(model, seed=0)

@@ -197,7 +197,7 @@ def directory(name: str) -> Path:
 
 @cache
 def renderer(name: str, history: str = "template") -> Renderer:
-    config = TemplateRendererConfig(template_args=BY_NAME[name].args, history=history)  # pyright: ignore
+    config = TemplateRendererConfig(template_args=BY_NAME[name].args, history=history)
     return load_renderer(directory(name), config)
 
 

@@ -175,7 +175,7 @@ WRONG_NODES = {
     "versions have a negative count": {"versions": [VersionSpan("p", 0, 0, 3), VersionSpan("p", 0, 1, -1)]},
     "a version does not fit": {"versions": [VersionSpan("p", 2**40, 0, 2)]},
     "a step does not fit": {"versions": [VersionSpan("p", 0, 2**31, 2)]},
-    "a policy is not a name": {"versions": [VersionSpan(5, 0, 0, 2)]},  # pyright: ignore[reportArgumentType]
+    "a policy is not a name": {"versions": [VersionSpan(5, 0, 0, 2)]},
     "a policy is not unicode": {"versions": [VersionSpan("\ud800", 0, 0, 2)]},
     "media that is not there": {"media": [MediaRef(0, 1, 0, 1)]},
     "media before the table": {"media": [MediaRef(0, -1, 0, 1)]},
@@ -189,12 +189,12 @@ WRONG_NODES = {
     "an array holds records": {"arrays": {"x": np.zeros(3, [("a", "i4"), ("b", "f4")])}},
     "an array's name is a number": {"arrays": {5: np.zeros(3)}},
     "an array's name is not unicode": {"arrays": {"\ud800": np.zeros(3)}},
-    "a role is a number": {"message": Message(5)},  # pyright: ignore[reportArgumentType]
+    "a role is a number": {"message": Message(5)},
     "text is not unicode": {"message": Message("user", "\ud800")},
     "a part is not unicode": {"message": Message("user", (TextPart("\udfff"),))},
-    "content is a number": {"message": Message("user", 7)},  # pyright: ignore[reportArgumentType]
+    "content is a number": {"message": Message("user", 7)},
     "no message": {"message": None},
-    "a call without name": {"call": ModelCall(5)},  # pyright: ignore[reportArgumentType]
+    "a call without name": {"call": ModelCall(5)},
     "sampling holds an object": {"call": ModelCall("c", sampling_params={"seed": object()})},
     "sampling holds a set": {"call": ModelCall("c", sampling_params={"stop": {1, 2}})},
 }

@@ -280,7 +280,7 @@ SPAN = MessageSpan(Message("user", "hi"), 3, (0, 3))
 WRONG_TURNS = {
     "reply is not unicode": {"reply": Message("assistant", "\ud800")},
     "second message is not unicode": {"spans": [SPAN, MessageSpan(Message("user", "\ud800"), 4, (3, 4))]},
-    "message of the wrong type": {"spans": [MessageSpan(Message("user", 7), 3, (0, 3))]},  # pyright: ignore[reportArgumentType]
+    "message of the wrong type": {"spans": [MessageSpan(Message("user", 7), 3, (0, 3))]},
     "a logprob too few": {"logprobs": [-1.0]},
     "reply body leaves the reply": {"reply_content_span": (0, 5)},
     "versions cover too little": {"versions": [VersionSpan("p", 0, 0, 1)]},

@@ -1,7 +1,7 @@
 """Rollouts of a model directory with an in-process engine and the normal chat harness."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -89,7 +89,7 @@ class LocalModel:
 
 
 @contextmanager
-def open_local_model(directory: Path) -> Iterator[LocalModel]:
+def open_local_model(directory: Path) -> Generator[LocalModel]:
     """Load the model of a directory in float32 on the CPU; close its engine on exit."""
     config = EngineConfig(device="cpu", dtype="float32", max_running_requests=MAX_CONCURRENT)
     engine = Engine.load(str(directory), config).start()

@@ -123,9 +123,7 @@ class CommandParser(argparse.ArgumentParser):
             for option in entry.options if is_group else (entry,):
                 container.add_argument(*option.names, **option.settings)
 
-    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - the base class has overloads
-        self, args: Any = None, namespace: Any = None
-    ) -> tuple[Any, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuse the first unknown flag; parse the arguments if there is none."""
         self._refuse_unknown_flag(args or ())
         return super().parse_known_args(args, namespace)

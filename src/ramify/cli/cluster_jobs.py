@@ -274,7 +274,7 @@ def _format_value(value: Any, indent: int) -> list[str]:
         else [(f"{pad}-", item) for item in value]
     )
     for prefix, item in entries:
-        if isinstance(item, dict | list) and item:
+        if isinstance(item, (dict, list)) and item:
             lines += [prefix, *_format_value(item, indent + 2)]
         elif isinstance(item, str) and item.endswith("\n"):
             lines += [f"{prefix} |", *(f"{pad}  {line}".rstrip() for line in item.splitlines())]

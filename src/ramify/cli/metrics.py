@@ -5,6 +5,7 @@ import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -51,21 +52,21 @@ def plot_metrics(runs: Mapping[str, Sequence[MetricPoint]], path: Path) -> None:
         unused.set_visible(False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)  # pyright: ignore[reportUnknownMemberType]
+        figure.savefig(path)
     except ValueError as error:
         raise ConfigInvalid(f"-o {path}: {error}") from error
     except OSError as error:
         raise ConfigInvalid(f"-o {path}: cannot be written: {error.strerror}") from error
 
 
-def _plot_curve(axes: object, points: Sequence[tuple[int, float]], *, label: str, color: str) -> None:
+def _plot_curve(axes: Any, points: Sequence[tuple[int, float]], *, label: str, color: str) -> None:
     """Plot one curve; if it has many points, a pale one below its smoothed version."""
     steps, values = [step for step, _ in points], [value for _, value in points]
     if len(points) < SMOOTHING_THRESHOLD:
-        axes.plot(steps, values, label=label, color=color, linewidth=1.6, marker="o", markersize=3)  # pyright: ignore
+        axes.plot(steps, values, label=label, color=color, linewidth=1.6, marker="o", markersize=3)
         return
-    axes.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)  # pyright: ignore
-    axes.plot(steps, smooth(values), label=label, color=color, linewidth=1.8)  # pyright: ignore
+    axes.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
+    axes.plot(steps, smooth(values), label=label, color=color, linewidth=1.8)
 
 
 def smooth(values: Sequence[float], window: int = SMOOTHING_WINDOW) -> list[float]:

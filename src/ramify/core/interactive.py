@@ -26,8 +26,8 @@ class AwaitableResult:
     __slots__ = ()
 
     def __await__(self) -> Generator[None, None, Self]:
+        yield from ()  # makes this function a generator
         return self
-        yield  # makes this function a generator
 
 
 def has_running_loop() -> bool:

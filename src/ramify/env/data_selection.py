@@ -63,7 +63,7 @@ def list_data_files(config: DataFilesConfig) -> list[Path]:
         names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
         return [path / name for name in _select_files(names, path, config)]
     repo = find_repo(config)
-    snapshot = repo and repo.find_snapshot(config.revision or MAIN_REVISION)
+    snapshot = repo.find_snapshot(config.revision or MAIN_REVISION) if repo is not None else None
     if repo is None or snapshot is None:
         revision = f" at revision {config.revision!r}" if config.revision else ""
         raise ConfigInvalid(
@@ -79,7 +79,7 @@ def find_data_directory(config: DataFilesConfig) -> Path:
     """Return the directory to which paths in the rows are relative: of the files, or of the cached dataset."""
     path = Path(config.path).expanduser()
     repo = find_repo(config)
-    snapshot = repo and repo.find_snapshot(config.revision or MAIN_REVISION)
+    snapshot = repo.find_snapshot(config.revision or MAIN_REVISION) if repo is not None else None
     return snapshot or (path if path.is_dir() else path.parent)
 
 
@@ -120,9 +120,10 @@ def fetch_dataset(config: DataFilesConfig, log: Log) -> str | None:
 def find_cached_commit(config: DataFilesConfig) -> str | None:
     """Return the commit of a dataset of the hub if all selected files are in the local cache, else None."""
     repo = find_repo(config)
-    snapshot = repo and repo.find_snapshot(config.revision or MAIN_REVISION)
-    is_complete = repo and snapshot and _find_cached_files(repo, snapshot, config) is not None
-    return snapshot.name if snapshot and is_complete else None
+    snapshot = repo.find_snapshot(config.revision or MAIN_REVISION) if repo is not None else None
+    if repo is None or snapshot is None or _find_cached_files(repo, snapshot, config) is None:
+        return None
+    return snapshot.name
 
 
 def pin_dataset(

@@ -264,7 +264,7 @@ class EngineCore:
     def _sample(self, requests: list[EngineRequest], logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """Return the next token of each request, and its logprob."""
         compiled_ops = self.runner.compiled_ops
-        return sample_tokens(logits, requests, compiled_ops and compiled_ops.sample_tokens)
+        return sample_tokens(logits, requests, compiled_ops.sample_tokens if compiled_ops is not None else None)
 
     def _append_tokens(
         self, requests: list[EngineRequest], tokens: list[int], logprobs: list[float], version: PolicyVersion

@@ -73,7 +73,7 @@ class LLM:
         `max_tokens` (by default what the context leaves) and `seed`. Raises RequestInvalid, ContextOverflow or
         ConfigInvalid.
         """
-        if isinstance(prompts, str) or any(isinstance(prompt, int | Mapping) for prompt in prompts):
+        if isinstance(prompts, str) or any(isinstance(prompt, (int, Mapping)) for prompt in prompts):
             raise RequestInvalid("prompts: expected a list of prompts, got a single one; put it into a list")
         config = parse_section(SamplingConfig, sampling, key="sampling")
         encoded = [self._encode(prompt) for prompt in prompts]

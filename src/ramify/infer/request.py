@@ -169,7 +169,8 @@ class EngineRequest:
         self.is_sampled_on_device = params.is_plain or params.is_greedy
         if params.prompt_logprobs:
             num_skipped = min(max(1, params.logprobs_start), len(self.prompt_token_ids))
-            self.prompt_logprobs, self.prompt_top_logprobs = [None] * num_skipped, [[] for _ in range(num_skipped)]
+            self.prompt_logprobs = [None] * num_skipped
+            self.prompt_top_logprobs = [[] for _ in range(num_skipped)]
 
     @property
     def scheduling_key(self) -> tuple[int, int]:

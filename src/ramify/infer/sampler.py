@@ -171,6 +171,8 @@ def _record_top_logprobs(scores: Tensor, normalizer: Tensor, requests: Sequence[
     rows_by_count.pop(0, None)
     for count, rows in rows_by_count.items():  # among equal logprobs, `topk` of another count selects other tokens
         values, tokens = (scores[rows] - normalizer[rows]).topk(count)
-        for row, row_tokens, row_values in zip(rows, tokens.tolist(), values.tolist()):
+        token_lists: list[list[int]] = tokens.tolist()
+        value_lists: list[list[float]] = values.tolist()
+        for row, row_tokens, row_values in zip(rows, token_lists, value_lists):
             pairs = zip(row_tokens, row_values)  # fewer than `count` if a grammar excludes all others
             requests[row].top_logprobs.append([(token, value) for token, value in pairs if value > -inf])

@@ -305,7 +305,7 @@ class _DemandBuilder:
     def build_trainer(self) -> ProcessDemand:
         placement, division = self.config.cluster.trainer, self.division
         size, gpus, num_ranks = division.find_size(self.config.model.name), division.gpus_per_rank, division.num_ranks
-        estimate = size and estimate_trainer(self.config, size, gpu=bool(gpus), num_ranks=num_ranks)
+        estimate = estimate_trainer(self.config, size, gpu=bool(gpus), num_ranks=num_ranks) if size else None
         host_bytes = count_copy_bytes(self.config, size, gpu=True) if size and gpus else 0
         if size and self.config.weights.is_in_memory:
             weight_bytes = count_version_bytes(self.config, size, gpu=bool(gpus))

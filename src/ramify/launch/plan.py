@@ -123,7 +123,7 @@ def _list_warnings(config: RunConfig, placement: RunPlacement, disk: DiskEstimat
     """Return what the disk or the memory may be too small for; nothing if the trainer is not started by this plan."""
     if TRAINER not in placement.places:
         return []
-    return [*filter(None, [disk and disk.find_warning(), find_long_path_warning(config, placement)])]
+    return [*filter(None, [disk.find_warning() if disk else None, find_long_path_warning(config, placement)])]
 
 
 def _format_memory(config: RunConfig, placement: RunPlacement, model: ModelSize | None) -> list[str]:

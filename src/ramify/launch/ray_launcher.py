@@ -430,8 +430,9 @@ class _RayClient:
         try:
             return await reference
         except exceptions.RayTaskError as error:  # the method itself failed
-            if isinstance(error.cause, RamifyError):
-                raise error.cause from None
+            cause: object = getattr(error, "cause", None)
+            if isinstance(cause, RamifyError):
+                raise cause from None
             raise
         except exceptions.RayError as error:
             problem = f"the actor of a process{self._where} does not answer: {_get_last_line(error)}"

@@ -169,7 +169,7 @@ def measure_kernel_error(
         ]
         with torch.enable_grad():
             if wide is None:
-                out = pass_tracks(*inputs, TrackTables.from_chunks(chunks, place))
+                out = pass_tracks(*inputs, tracks=TrackTables.from_chunks(chunks, place))
             else:
                 out = gated_delta_rule(*inputs, ChunkBatch.from_chunks(chunks))
             results.append([out.detach(), *torch.autograd.grad(out, inputs, gradient.to(out))])

@@ -329,8 +329,6 @@ def _run_check_sequence(
     planned: bool = False,
 ) -> Tensor:
     """Return the logits of a short sequence that is computed in one or three chunks, the last of one token."""
-    if planned:
-        from ramify.model.kernels.cuda.paged_attention import plan_one_sequence  # needs Triton
     config, weight = module.config.get_text_config(), module.get_input_embeddings().weight
     device, states = weight.device, StatePool(state_specs, 1, weight.device) if state_specs else None
     head_dim = next(layer.self_attn.head_dim for layer in module.get_decoder().layers if hasattr(layer, "self_attn"))
@@ -342,6 +340,8 @@ def _run_check_sequence(
     for start, stop in pairwise(bounds):
         positions = torch.arange(start, stop, device=device)
         if planned:
+            from ramify.model.kernels.cuda.paged_attention import plan_one_sequence  # needs Triton
+
             metadata = plan_one_sequence(pool, config.num_attention_heads, start, stop, states)
         else:
             tile = AttentionTile(0, stop - start, 1, stop - start, block_table, positions.unsqueeze(0))

@@ -28,7 +28,7 @@ class ForestLayer:
         """Return the output of each token, [1, tokens, width]."""
         if not isinstance(seq_idx, ForestRecurrence):
             own_kwargs = kwargs if seq_idx is None else {**kwargs, "seq_idx": seq_idx}
-            return super().forward(hidden_states, *args, **own_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            return super().forward(hidden_states, *args, **own_kwargs)  # pyrefly: ignore[missing-attribute]
         return self.forward_forest(hidden_states.squeeze(0), seq_idx).unsqueeze(0)
 
 

@@ -236,7 +236,7 @@ def block_sparse_attention(
     inputs = [F.pad(tensor.squeeze(0).transpose(0, 1), (0, padding)).contiguous() for tensor in (query, key, value)]
     scale = width**-0.5 if scaling is None else scaling
     constants = scale, window, BLOCK_SIZE, softcap
-    out, _ = tree_attention_op(*inputs, sinks, *block_mask, *constants)  # pyright: ignore[reportCallIssue]
+    out, _ = tree_attention_op(*inputs, sinks, *block_mask, *constants)
     return out[..., :width].unsqueeze(0)
 
 

@@ -112,7 +112,7 @@ class Gibberish(Filter):
     V is the size of the vocabulary.
     """
 
-    config: GibberishConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: GibberishConfig
 
     def fires(self, rollout: FilterInput) -> bool:
         """Return whether the policy sampled a rare token whose logprob is below the limit."""
@@ -143,7 +143,7 @@ class RepetitionConfig(FilterConfig):
 class Repetition(Filter):
     """Fires on `window` consecutive tokens of one reply, each with a probability above `prob_threshold`."""
 
-    config: RepetitionConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: RepetitionConfig
 
     def fires(self, rollout: FilterInput) -> bool:
         """Return whether a long run of tokens was sampled almost with certainty."""

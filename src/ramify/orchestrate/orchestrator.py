@@ -59,11 +59,10 @@ class Orchestrator:
                 loop.add_signal_handler(number, self.request_stop)
             try:
                 async with asyncio.TaskGroup() as task_group:
-                    watch_head = run.replicator and run.replicator.watch_for_newer_head()
                     tasks = {
                         name: task_group.create_task(work, name=name)
                         for name, work in {
-                            **({"head": watch_head} if watch_head else {}),
+                            **({"head": run.replicator.watch_for_newer_head()} if run.replicator else {}),
                             "sampling": run.dispatcher.run(),
                             "weights": run.weight_updater.run(),
                             "watchdog": background.watch_for_stalls(run),

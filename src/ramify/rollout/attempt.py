@@ -123,7 +123,7 @@ class AttemptRunner:
         seed_text = f"{seed}:{task.identity}:{attempt}"
         self.env, self.task = env, task
         self.harness_timeout = task.timeout or env.harness.config.timeout
-        self.runtime = RetryingRuntime(env.prepared_runtimes.take())
+        self.runtime = RetryingRuntime(env.prepared_runtimes.take())  # pyrefly: ignore[bad-instantiation] - nothing of it is abstract
         self._policy, self._seed_text, self._train = policy, seed_text, train
         self.trace = Trace(
             id=id,
@@ -237,7 +237,7 @@ class AttemptRunner:
             async with fail_after(self.env.source.timeouts.boot, "the runtime of the rewards"):
                 self.trace.info["outputs"] = await collect_outputs(self.runtime, outputs, Path(directory))
                 await self._stop_runtime()
-                self.runtime = self.context.runtime = RetryingRuntime(self.env.prepared_runtimes.take())
+                self.runtime = self.context.runtime = RetryingRuntime(self.env.prepared_runtimes.take())  # pyrefly: ignore[bad-instantiation]
                 await self.runtime.start(self.task)
             await self._run_commands("setup")  # each command has a time limit of its own
             async with fail_after(self.env.source.timeouts.boot, "the outputs of the task"):

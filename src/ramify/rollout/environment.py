@@ -112,7 +112,7 @@ class Environment:
         if not isinstance(runtime_config, RuntimeConfig):
             config_type = type(runtime_config).__qualname__
             raise ConfigInvalid(f"its config must derive from RuntimeConfig, found {config_type}", key="runtime")
-        idle_runtime = runtime_class(runtime_config)
+        idle_runtime: Runtime = runtime_class(runtime_config)
         template = _build_template(harness, str(runtime_table["id"]), runtime_config)
 
         def make_runtime() -> Runtime:
@@ -188,7 +188,7 @@ class Environment:
         """
         hooks = self.hooks
         named = (hooks.setup, hooks.finalize, hooks.tools, hooks.user, hooks.run_agent)
-        functions = chain(hooks.rewards, hooks.metrics, hooks.stops, filter(None, named), hooks.static_tools.tools)
+        functions = chain[Any](hooks.rewards, hooks.metrics, hooks.stops, filter(None, named), hooks.static_tools.tools)
         return self.harness.requires_endpoint or any(
             "endpoint" in function.injected_parameters for function in functions
         )

@@ -61,7 +61,7 @@ def parse_gold_replies(gold: Any) -> list[str | Message]:
     `gold` is one reply, or a list with one for each model call, including those with tool calls. A reply is a text, a
     dict in the form of a chat message, or a Message.
     """
-    replies: list[Any] = [gold] if isinstance(gold, str | Message | Mapping) else list(gold)
+    replies: list[Any] = [gold] if isinstance(gold, (str, Message, Mapping)) else list(gold)
     return [_parse_reply(reply, f"gold[{index}]") for index, reply in enumerate(replies)]
 
 

@@ -323,7 +323,7 @@ def _check_many_rows(
         policies = versions["policy"]
         valid = (policies >= 0) & (policies < frame_header.until.policies) & (versions["count"] >= 0)
         counts = np.bincount(owners, versions["count"], len(nodes))
-        if not valid.all() or (counts != num_sampled)[owners].any():
+        if not valid.all() or np.any((counts != num_sampled)[owners]):
             raise DataCorrupt("the weight versions do not fit the sampled tokens")
     return sizes[0], num_sampled
 

@@ -27,11 +27,11 @@ def to_plain(value: object, key: str, depth: int = 0) -> Any:
         if not -(2**63) <= value < 2**64:
             raise OperationInvalid(f"{key}: an int of {value.bit_length()} bits does not fit into 64")
         return int(value)
-    if depth == MAX_DEPTH and isinstance(value, Mapping | list | tuple):
+    if depth == MAX_DEPTH and isinstance(value, (Mapping, list, tuple)):
         raise OperationInvalid(f"{key}: a {type(cast(object, value)).__qualname__} nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         return CheckedDict(key, cast(Mapping[str, object], value), partial(to_plain, depth=depth + 1))
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [to_plain(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(cast(Iterable[object], value))]
     if isinstance(value, np.floating):
         return float(cast(float, value))
@@ -45,10 +45,10 @@ def check_reward(value: object, key: str) -> Any:
     """Check a reward: (score, weight), or None if its function did not run."""
     if value is None:
         return None
-    if isinstance(value, tuple | list) and len(cast(Sequence[object], value)) == 2:
+    if isinstance(value, (tuple, list)) and len(cast(Sequence[object], value)) == 2:
         first, second = cast(Sequence[object], value)
         return (check_number(first, key), check_number(second, f"weight of {key}"))
-    raise OperationInvalid(f"{key}: expected (score, weight) or None, found {_describe(cast(object, value))}")
+    raise OperationInvalid(f"{key}: expected (score, weight) or None, found {_describe(value)}")
 
 
 def check_number(value: object, key: str) -> float:
@@ -62,7 +62,7 @@ def check_number(value: object, key: str) -> float:
             ) from None
         if math.isfinite(number):
             return number
-    raise OperationInvalid(f"{key}: expected a finite number, found {_describe(cast(object, value))}")
+    raise OperationInvalid(f"{key}: expected a finite number, found {_describe(value)}")
 
 
 class CheckedDict(dict[str, Any]):

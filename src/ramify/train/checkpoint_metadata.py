@@ -79,8 +79,8 @@ def _get_strided_layout(name: str) -> torch.layout:
     return torch.strided
 
 
-StorageInfo: Any = filesystem._StorageInfo  # pyright: ignore[reportPrivateUsage]
-_MEMORY_FORMAT: Any = metadata._MEM_FORMAT_ENCODING  # pyright: ignore[reportPrivateUsage]
+StorageInfo: Any = filesystem._StorageInfo
+_MEMORY_FORMAT: Any = metadata._MEM_FORMAT_ENCODING
 _CLASSES = (
     metadata.Metadata,
     metadata.MetadataIndex,

@@ -23,7 +23,7 @@ BLOCK_SIZE, NUM_WARPS = 2048, 8  # few elements per thread, so that many loads a
 FLOAT32_FIELDS = ("exp_avg", "exp_avg_sq", "exp_avg", "exp_avg_sq")  # twice: there are no scales
 QUANTIZED_FIELDS = ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scales", "exp_avg_sq_scales")
 COLUMNS = 8  # of the table of tensors
-_foreach_add: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+_foreach_add: Any = torch._foreach_add_
 
 
 @triton.jit
@@ -115,8 +115,8 @@ def _update_block(
         r_codes = tl.where(r > 0, tl.maximum(r_codes, 1.0), 0.0)
         tl.store(exp_avg, tl.where(m < 0, -m_codes, m_codes).to(tl.int8), mask)
         tl.store(exp_avg_sq, r_codes.to(tl.uint8), mask)
-        tl.store(exp_avg_scales, m_scales, group_mask)
-        tl.store(exp_avg_sq_scales, r_scales, group_mask)
+        tl.store(exp_avg_scales, m_scales, group_mask)  # pyrefly: ignore[unbound-name]
+        tl.store(exp_avg_sq_scales, r_scales, group_mask)  # pyrefly: ignore[unbound-name]
     else:
         tl.store(exp_avg, m, mask)
         tl.store(exp_avg_sq, v, mask)
@@ -202,7 +202,7 @@ class FusedAdamW(torch.optim.AdamW):
         _foreach_add(steps, [1 - self.found_inf] * len(steps))  # a list: a single number would be read by the host
         count, (beta1, beta2) = torch.stack(steps).double(), group["betas"]
         lr, inv_sqrt_correction2 = group["lr"] / (1 - beta1**count), (1 - beta2**count).rsqrt()
-        _adamw_kernel[(len(blocks),)](  # pyright: ignore[reportIndexIssue]
+        _adamw_kernel[(len(blocks),)](
             blocks,
             table,
             lr.float(),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 # One call launches a few kernels for all tensors together.
-_foreach_mul: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
-_foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+_foreach_mul: Any = torch._foreach_mul_
+_foreach_norm: Any = torch._foreach_norm
 
 
 def split_float32(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -118,7 +118,7 @@ def _redact(value: Any, key: str = "", *, is_secret: bool = False) -> Any:
             name: _redact(item, name, is_secret=is_secret) for name, item in table.items() if name not in LOCAL_KEYS
         }
     if is_list(value):
-        return [_redact(item, is_secret=is_secret) for item in cast(list[Any], value)]
+        return [_redact(item, is_secret=is_secret) for item in value]
     if isinstance(value, str):
         return "..." if is_secret else _shorten(value)
     return value

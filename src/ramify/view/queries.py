@@ -1,6 +1,7 @@
 """The queries of the page: each returns plain data for one view. The server, the export and `ramify show` use them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,7 +82,7 @@ class RunQueries:
     def list_runs(self) -> list[dict[str, Any]]:
         """Return a summary of every run, the last changed first; one that cannot be read has a `problem`."""
         runs = [self._summarize(name, path) for name, path in self.folder.list_runs().items()]
-        return sorted(runs, key=lambda run: -run["updated"])
+        return sorted(runs, key=itemgetter("updated"), reverse=True)
 
     def _summarize(self, name: str, path: Path) -> dict[str, Any]:
         """Return the summary of a run. The list is asked every few seconds, so a run that has not changed is kept."""

@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -286,4 +287,4 @@ def _count_failures(events: Sequence[RunEvent]) -> list[dict[str, Any]]:
         entry["count"] += 1
         entry["message"] = str(event.fields.get("message", "")).partition("\n")[0]
         entry["time"] = event.time
-    return sorted(failures.values(), key=lambda entry: -entry["count"])
+    return sorted(failures.values(), key=itemgetter("count"), reverse=True)

@@ -241,7 +241,7 @@ def test_a_config_refuses_unknown_keys_in_python():
         a: int = 1
 
     with pytest.raises(ValueError, match="b"):
-        Small(b=2)  # pyright: ignore[reportCallIssue]
+        Small(b=2)
 
 
 def test_nul_characters_and_deep_tables_are_named(tmp_path):

@@ -52,7 +52,7 @@ def test_replies_round_trip_through_the_template(model: Model, data: st.DataObje
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_tool_format_and_stop_ids_are_those_of_the_model(model: Model):
-    assert renderer(model.name).tool_format == model.format  # pyright: ignore[reportAttributeAccessIssue]
+    assert renderer(model.name).tool_format == model.format
     assert set(renderer(model.name).stop_ids) == {token_id(model, stop) for stop in model.stops}
 
 

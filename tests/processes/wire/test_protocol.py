@@ -50,8 +50,8 @@ class Network:
     def __init__(self, loop_monitor: LoopMonitor) -> None:
         self.now, self.routing_id, self.latency = 100.0, 1, 0.0
         self.up, self.down = Direction(self), Direction(self)
-        self.client = ClientProtocol(self.up, None, SETTINGS, loop_monitor)  # pyright: ignore[reportArgumentType]
-        self.server = ServerProtocol(self.down, None, SETTINGS, loop_monitor)  # pyright: ignore[reportArgumentType]
+        self.client = ClientProtocol(self.up, None, SETTINGS, loop_monitor)
+        self.server = ServerProtocol(self.down, None, SETTINGS, loop_monitor)
         self.num_calls = 0
         self.runs: list[int] = []  # requests that reached the server's handlers
         self.replies: list[int] = []

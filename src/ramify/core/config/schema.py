@@ -60,7 +60,7 @@ def has_key_path(container: Any, key: KeyPath) -> bool:
 
 def annotation_options(annotation: Any) -> list[Any]:
     """Return the options of an annotation: the members of a union, or the annotation itself."""
-    origin = get_origin(annotation)
+    origin: Any = get_origin(annotation)
     if origin is Annotated:
         return annotation_options(get_args(annotation)[0])
     if origin in (Union, UnionType):

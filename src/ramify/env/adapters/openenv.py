@@ -245,7 +245,7 @@ class OpenEnvTask(rf.Task):
 class OpenEnv(rf.Taskset):
     """Episodes of an environment behind an OpenEnv server."""
 
-    config: OpenEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: OpenEnvConfig
     task_type = OpenEnvTask
 
     def __init__(self, config: OpenEnvConfig) -> None:

@@ -72,7 +72,7 @@ class ReasoningGymTask(rf.Task):
 class ReasoningGym(rf.Taskset):
     """Questions of one dataset of reasoning-gym."""
 
-    config: ReasoningGymConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: ReasoningGymConfig
     task_type = ReasoningGymTask
 
     def __init__(self, config: ReasoningGymConfig) -> None:

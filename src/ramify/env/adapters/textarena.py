@@ -6,7 +6,7 @@ reward of its own, and sees only what the game tells that player.
 
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field
 
@@ -44,7 +44,7 @@ class TextArenaTask(rf.Task):
 class TextArena(rf.Taskset):
     """Games between copies of the policy, or alone."""
 
-    config: TextArenaConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: TextArenaConfig
     task_type = TextArenaTask
 
     def __init__(self, config: TextArenaConfig) -> None:
@@ -81,8 +81,7 @@ class TextArena(rf.Taskset):
         state.player_rewards = {agent.trace.agent: 0.0 for agent in agents}  # of a game that is not finished
         is_over = False
         while not is_over:
-            player: int
-            player, observation = game.get_observation()
+            player, observation = cast(tuple[int, Sequence[Any]], game.get_observation())
             reply = await conversations[player].send(_format_observation(observation, player))
             if reply is None:
                 return conversations[player].stop

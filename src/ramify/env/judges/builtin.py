@@ -8,7 +8,7 @@ it says nothing about the attempts, and is the same whenever the group is judged
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field, field_validator
 
@@ -131,7 +131,7 @@ class RubricJudge(Judge):
     - `config`: the model, and `criteria`, each with `name`, `text` and `weight`.
     """
 
-    config: RubricJudgeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: RubricJudgeConfig
 
     async def score(self, task: Task, trace: Trace, *, reply: str | None = None) -> float:
         """Return the weighted mean of the criteria."""
@@ -168,7 +168,7 @@ class ComparisonConfig(JudgeConfig):
 class RelativeJudge(Judge):
     """Lets the model rank all attempts at a task in one call."""
 
-    config: ComparisonConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: ComparisonConfig
 
     async def score_group(self, task: Task, traces: Sequence[Trace]) -> list[float]:
         """Return the win rate of each trace's last reply."""
@@ -202,7 +202,7 @@ class PairwiseJudgeConfig(ComparisonConfig):
 class PairwiseJudge(Judge):
     """Lets the model compare two attempts at a time, in both orders, because judges favour a position."""
 
-    config: PairwiseJudgeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: PairwiseJudgeConfig
 
     async def score_group(self, task: Task, traces: Sequence[Trace]) -> list[float]:
         """Return the win rate of each trace's last reply."""
@@ -250,7 +250,7 @@ def parse_ranks(verdict: dict[str, Any], replies: Sequence[str]) -> dict[str, in
     ranks = verdict.get("ranks")
     if not isinstance(ranks, list) or len(ranks) != len(replies):
         raise ValueError(f"`ranks` must be a list of {len(replies)} integers, found {ranks!r}")
-    for rank in ranks:
+    for rank in cast(list[Any], ranks):
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= len(replies):
             raise ValueError(f"every rank must be an integer from 1 to {len(replies)}, found {rank!r}")
     return dict(zip(replies, ranks, strict=True))

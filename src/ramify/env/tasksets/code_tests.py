@@ -60,8 +60,8 @@ def parse_tests(row: dict[str, Any], column: str, row_number: int) -> CodeTests:
         calls_check = "def check(" in tests and row.get("entry_point")
         return CodeTests(f"{tests}\ncheck({row['entry_point']})" if calls_check else tests)
     pairs: list[tuple[str, str]] = []
-    if isinstance(tests, dict) and {"inputs", "outputs"} <= set(cast(dict[str, Any], tests)):
-        pairs = [(str(given), str(expected)) for given, expected in zip(tests["inputs"], tests["outputs"], strict=True)]
+    if isinstance(tests, dict) and {"inputs", "outputs"} <= set(table := cast(dict[str, list[Any]], tests)):
+        pairs = [(str(given), str(expected)) for given, expected in zip(table["inputs"], table["outputs"], strict=True)]
     elif isinstance(tests, list):
         objects = cast(list[Any], tests)
         if all(isinstance(item, dict) and {"input", "output"} <= set(cast(dict[str, Any], item)) for item in objects):

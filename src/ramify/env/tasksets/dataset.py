@@ -148,11 +148,11 @@ class Dataset(rf.Taskset):
 class CodeDataset(Dataset):
     """Programming problems from data files, whose tests run in the rollout's runtime."""
 
-    async def correct(  # pyright: ignore[reportIncompatibleMethodOverride] - a hook takes what it names
+    async def correct(  # pyrefly: ignore[bad-override] - a hook takes what it names
         self, task: rf.Task, trace: rf.Trace, runtime: rf.Runtime
     ) -> float:
         """1 if the last code block passes all tests of the row, else 0."""
-        config, tests = self.config, CodeTests.from_plain(task.tests)  # pyright: ignore[reportAttributeAccessIssue]
+        config, tests = self.config, CodeTests.from_plain(task.tests)  # pyrefly: ignore[missing-attribute]
         code = extract_code(trace.last_reply)
         passed = await count_passed(runtime, code, tests, python=config.test_python, timeout=config.test_timeout)
         trace.info["passed_tests"] = passed

@@ -111,7 +111,7 @@ class Swe(rf.Taskset):
 
     async def finalize(self, runtime: rf.Runtime, state: SimpleNamespace) -> None:
         """Write the agent's changes as a patch, unless what the agent did to its sandbox prevents it."""
-        command = DIFF_SCRIPT.format(base=state.base, patch=PATCH_FILE)
+        command: str = DIFF_SCRIPT.format(base=state.base, patch=PATCH_FILE)
         try:
             await runtime.run(command, timeout=DIFF_TIMEOUT)
         except AgentFailed:

@@ -77,7 +77,7 @@ class ArticleIndex:
         """Return the titles with a word of the query, best first; equally good ones in the order of the articles."""
         if not (words := split_words(query)):
             return []
-        scores = self._ranking.get_scores(words).tolist()
+        scores: list[float] = self._ranking.get_scores(words).tolist()
         ranks = sorted((-score, number) for number, score in enumerate(scores) if score > 0)
         return [self.titles[number] for _, number in ranks[:max_results]]
 

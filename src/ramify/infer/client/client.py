@@ -238,7 +238,6 @@ class InferenceClient(ServerPool[Replica]):
                         retry_after = error.retry_after if isinstance(error, ServerBusy) else None
                         await asyncio.sleep(max(retry_after or 0.0, config.backoff * 2 ** min(num_resent, 4)))
                 num_resent += 1
-        raise AssertionError  # the block above returns or raises
 
     async def _wait_for_replica(self, session: str | None, avoid: Collection[Replica], timeout: float) -> Replica:
         """Return the server that `pick` chooses; if none is up, wait up to `timeout` seconds for one.

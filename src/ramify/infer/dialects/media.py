@@ -59,7 +59,7 @@ def read_image(value: Any, read_url: ReadUrl) -> Media:
 
 def describe_value(value: Any) -> str:
     """Return what was found in place of a part or an image, with advice if it is an object such as one of Pillow."""
-    if value is None or isinstance(value, str | bool | int | float | list | tuple | Mapping):
+    if value is None or isinstance(value, (str, bool, int, float, list, tuple, Mapping)):
         return f"{value!r:.80}"
     return f"a {type(value).__qualname__}; {MEDIA_ADVICE}"
 

@@ -185,7 +185,7 @@ async def _list_tools(
     from mcp.types import ListToolsResult, Tool
 
     _, tools = _get_tools(context)
-    functions = [] if tools is None else [schema["function"] for schema in tools.schemas]
+    functions: list[dict[str, Any]] = [] if tools is None else [schema["function"] for schema in tools.schemas]
     return ListToolsResult(
         tools=[
             Tool(

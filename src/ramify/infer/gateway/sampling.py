@@ -79,7 +79,7 @@ def parse_stop_strings(overrides: Mapping[str, Any]) -> tuple[str, ...]:
     if not stop:
         return ()
     strings: Sequence[Any] = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, str | list | tuple) or not all(isinstance(text, str) for text in strings):
+    if not isinstance(stop, (str, list, tuple)) or not all(isinstance(text, str) for text in strings):
         raise RequestInvalid(f"stop: expected strings, found {stop!r}")
     return tuple(text for text in strings if text)
 

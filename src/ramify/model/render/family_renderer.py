@@ -137,7 +137,7 @@ class _HuggingFaceTokenizerAdapter:
     def __init__(self, tokenizer: Tokenizer, eos_id: int | None) -> None:
         self._tokenizer = tokenizer
         self.name_or_path = tokenizer.name
-        self.unk_token_id = None
+        self.unk_token_id: int | None = None
         self.eos_token_id = eos_id
 
     def __call__(self, text: str, **_: Any) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class _HuggingFaceTokenizerAdapter:
 
 def _create_family(tokenizer: _HuggingFaceTokenizerAdapter, family: str, template_args: dict[str, Any]) -> Any:
     try:
-        import renderers  # pyright: ignore[reportMissingTypeStubs, reportMissingImports]
+        import renderers
     except ImportError as error:
         raise ConfigInvalid(
             "renderer.name: the `renderers` library is not installed; install the extra 'renderers', "
@@ -169,7 +169,7 @@ def _create_family(tokenizer: _HuggingFaceTokenizerAdapter, family: str, templat
         ) from error
     try:
         config = renderers.config_from_name(family)
-        return renderers.create_renderer(tokenizer, config, chat_template_kwargs=template_args)  # pyright: ignore
+        return renderers.create_renderer(tokenizer, config, chat_template_kwargs=template_args)  # pyrefly: ignore[bad-argument-type]
     except Exception as error:  # a family may raise anything; every error means that it cannot be used with this model
         raise ConfigInvalid(
             f"renderer.name: {family!r} cannot be used with {tokenizer.name_or_path}: {error}"

@@ -189,8 +189,8 @@ def _build_environment(today: datetime, max_seconds: float) -> _BoundedEnvironme
     environment = _BoundedEnvironment(
         max_seconds, trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]
-    template_globals = cast(dict[str, Any], environment.globals)  # pyright: ignore[reportUnknownMemberType]
+    environment.filters["tojson"] = _tojson
+    template_globals = cast(dict[str, Any], environment.globals)
     template_globals |= {"raise_exception": _raise_exception, "strftime_now": today.strftime}
     return environment
 

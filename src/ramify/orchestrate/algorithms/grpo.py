@@ -34,7 +34,7 @@ class Rae(Algorithm):
     are compared with it, so the gradient estimate stays unbiased, also for a group of one attempt.
     """
 
-    config: RaeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: RaeConfig
 
     def annotate_with_state(
         self, group: Sequence[Trace], state: Mapping[str, Any]
@@ -111,7 +111,7 @@ class GrpoConfig(AlgorithmConfig):
 class Grpo(Algorithm):
     """A = (r − mean) / std, where r is the reward minus the length penalty."""
 
-    config: GrpoConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: GrpoConfig
     compares_attempts = True
 
     def advantages(self, rewards: FloatArray, traces: Sequence[Trace]) -> FloatArray:
@@ -151,7 +151,7 @@ class Echo(Grpo):
     """
 
     compares_attempts = False  # a single attempt has tool output to learn from
-    config: EchoConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: EchoConfig
 
     def annotate(self, group: Sequence[Trace]) -> list[Annotation]:
         """Return the annotations of sampled and of weighted messages."""

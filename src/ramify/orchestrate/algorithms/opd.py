@@ -28,7 +28,7 @@ class Sft(Algorithm):
     token ids, and nothing is tokenized again.
     """
 
-    config: SftAlgorithmConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: SftAlgorithmConfig
 
     def annotate(self, group: Sequence[Trace]) -> list[Annotation]:
         """Return one annotation for each sampled node of the rollouts with enough reward."""
@@ -60,7 +60,7 @@ class OpdConfig(AlgorithmConfig):
 class Opd(Algorithm):
     """Weight 1 for `ref_kl` on every sampled token; the teacher's logprobs are added afterwards."""
 
-    config: OpdConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: OpdConfig
 
     def annotate(self, group: Sequence[Trace]) -> list[Annotation]:
         """Return one annotation for each sampled node."""

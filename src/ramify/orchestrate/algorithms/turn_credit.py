@@ -9,6 +9,7 @@ that the baseline never depends on where rollouts stopped.
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ramify.orchestrate.algorithms import Algorithm, FloatArray, get_trainable_nodes, group_by_agent
 from ramify.trace import Annotation, Trace
@@ -39,7 +40,9 @@ def compute_turn_advantages(traces: Sequence[Trace], rewards: FloatArray) -> Flo
     returns = np.stack([_compute_returns(trace, reward, num_turns) for trace, reward in zip(traces, rewards.tolist())])
     if len(traces) < 2:
         return np.zeros_like(returns)
-    spread = np.ptp(returns, axis=0) > 0  # if all returns are equal, rounding must not make an advantage
+    spread: npt.NDArray[np.bool_] = (
+        np.ptp(returns, axis=0) > 0
+    )  # if all returns are equal, rounding must not make an advantage
     return np.where(spread, returns - (returns.sum(0) - returns) / (len(traces) - 1), 0.0)
 
 

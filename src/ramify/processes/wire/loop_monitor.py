@@ -61,7 +61,7 @@ def format_thread_stack(thread_id: int, limit: int | None = None) -> str:
     `sys._current_frames` holds the lock of the list of threads. `faulthandler`, which is made for processes that die,
     does not: it crashes when a thread of a C library enters or leaves Python at that moment.
     """
-    current_frames = sys._current_frames  # pyright: ignore[reportPrivateUsage] - documented all the same
+    current_frames = sys._current_frames  # noqa: SLF001 - documented all the same
     innermost = islice(map(methodcaller("get", thread_id), iter(current_frames, None)), 1)
     frames = takewhile(bool, accumulate(chain(innermost, repeat("f_back")), getattr))
     lines = list(map(READ_FRAME, islice(frames, limit)))

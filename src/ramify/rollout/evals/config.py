@@ -64,7 +64,7 @@ class EvalConfig(SourceConfig):
 
     def source_with_workdirs_in(self, directory: Path) -> SourceConfig:
         """Return `source` with the work directories of local runtimes below `directory`."""
-        is_local = self.runtime.get("id", "local") == "local"
+        is_local: bool = self.runtime.get("id", "local") == "local"
         runtime = {"workdir_root": str(directory), **self.runtime} if is_local else self.runtime
         return self.source.model_copy(update={"runtime": runtime})
 

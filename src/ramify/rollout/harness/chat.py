@@ -116,7 +116,7 @@ EXCERPT_CHARS = 200  # of a malformed tool call
 class ChatHarness(Harness):
     """Runs a conversation with tools, and with a simulated user if the taskset has one."""
 
-    config: ChatHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: ChatHarnessConfig
 
     def __init__(self, config: ChatHarnessConfig | None = None) -> None:
         super().__init__(config or ChatHarnessConfig())

@@ -89,7 +89,7 @@ class CodexHarnessConfig(ProgramHarnessConfig):
 class CodexHarness(ProgramHarness):
     """Codex 0.166: `npm install --prefix DIR @openai/codex@0.166.0`."""
 
-    config: CodexHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: CodexHarnessConfig
     program_files: ClassVar[Mapping[str, str]] = {"~/.codex/config.toml": CODEX_CONFIG}
     tool_files: ClassVar[Mapping[str, str]] = {"~/.codex/config.toml": CODEX_CONFIG + CODEX_TOOLS}
 
@@ -106,7 +106,7 @@ class ClaudeCodeHarnessConfig(ProgramHarnessConfig):
 class ClaudeCodeHarness(ProgramHarness):
     """Claude Code 2.1.197: `npm install --prefix DIR @anthropic-ai/claude-code@2.1.197`."""
 
-    config: ClaudeCodeHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: ClaudeCodeHarnessConfig
     program_env: ClassVar[Mapping[str, str]] = {
         "ANTHROPIC_MODEL": "policy",
         "ANTHROPIC_SMALL_FAST_MODEL": "policy",
@@ -132,7 +132,7 @@ class OpencodeHarnessConfig(ProgramHarnessConfig):
 class OpencodeHarness(ProgramHarness):
     """opencode 1.18.18: `npm install --prefix DIR opencode-ai@1.18.18`."""
 
-    config: OpencodeHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: OpencodeHarnessConfig
     program_env: ClassVar[Mapping[str, str]] = {
         "OPENCODE_DISABLE_AUTOUPDATE": "1",
         "OPENCODE_DISABLE_MODELS_FETCH": "1",
@@ -154,7 +154,7 @@ class PiHarnessConfig(ProgramHarnessConfig):
 class PiHarness(ProgramHarness):
     """pi 0.73.1: `npm install --prefix DIR @mariozechner/pi-coding-agent@0.73.1`."""
 
-    config: PiHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: PiHarnessConfig
     program_files: ClassVar[Mapping[str, str]] = {"~/.pi/agent/models.json": PI_CONFIG}
     tool_files: ClassVar[Mapping[str, str]] = TOOL_CLIENT_FILES
     tool_prompt: ClassVar[str] = TOOL_CLIENT_PROMPT
@@ -170,7 +170,7 @@ class MiniSweAgentHarnessConfig(ProgramHarnessConfig):
 class MiniSweAgentHarness(ProgramHarness):
     """mini-swe-agent 2.4.6: `python3 -m venv DIR/python && DIR/python/bin/pip install mini-swe-agent==2.4.6 mcp`."""
 
-    config: MiniSweAgentHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: MiniSweAgentHarnessConfig
     program_env: ClassVar[Mapping[str, str]] = {
         "MSWEA_CONFIGURED": "true",
         "MSWEA_COST_TRACKING": "ignore_errors",

@@ -137,7 +137,7 @@ class ProgramHarness(Harness):
     - `tool_prompt`: text that a preset adds to the prompt if there are tools; a list of the tools follows.
     """
 
-    config: ProgramHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: ProgramHarnessConfig
     requires_endpoint = True
     program_env: ClassVar[Mapping[str, str]] = {}
     program_files: ClassVar[Mapping[str, str]] = {}

@@ -61,7 +61,8 @@ class Channel:
     def call(self, function: str, arguments: dict[str, Any]) -> Any:
         """Let the host run a function and return the result."""
         call_id = next(self._call_ids)
-        replies = self._replies[call_id] = queue.SimpleQueue()
+        replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._replies[call_id] = replies
         try:
             self.send({"op": "call", "id": call_id, "function": function, "arguments": arguments})
             reply = replies.get()

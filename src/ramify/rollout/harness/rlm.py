@@ -140,7 +140,7 @@ CUT_NOTE = "; `context` holds all"
 class RlmHarness(ChatHarness):
     """Runs a conversation whose model writes code for a REPL, from which it can call itself."""
 
-    config: RlmHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: RlmHarnessConfig
 
     def __init__(self, config: RlmHarnessConfig | None = None) -> None:
         super().__init__(config or RlmHarnessConfig())

@@ -119,7 +119,7 @@ def _join_lines(text: str, note: str) -> str:
 class BashHarness(ChatHarness):
     """Runs a conversation with a shell and file tools beside the tools of the taskset."""
 
-    config: BashHarnessConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: BashHarnessConfig
 
     def __init__(self, config: BashHarnessConfig | None = None) -> None:
         super().__init__(config or BashHarnessConfig())

@@ -73,7 +73,7 @@ class _Container:
 class ContainerRuntime(ShellRuntime):
     """A runtime whose programs run in a container of Docker or podman."""
 
-    config: ContainerRuntimeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: ContainerRuntimeConfig
 
     def __init__(self, config: ContainerRuntimeConfig | None = None) -> None:
         config = config or ContainerRuntimeConfig()

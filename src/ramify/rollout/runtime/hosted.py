@@ -204,7 +204,7 @@ _numbers = itertools.count()
 class HostedRuntime(ShellRuntime):
     """A runtime whose programs run in a sandbox of Prime Intellect."""
 
-    config: HostedRuntimeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: HostedRuntimeConfig
 
     def __init__(self, config: HostedRuntimeConfig | None = None) -> None:
         config = config or HostedRuntimeConfig()

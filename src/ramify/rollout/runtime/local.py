@@ -45,7 +45,7 @@ RESOURCE_ERRNOS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno
 class LocalRuntime(Runtime):
     """A runtime that is a directory with `home`, `tmp` and `work`, in which programs run without isolation."""
 
-    config: LocalRuntimeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: LocalRuntimeConfig
 
     def __init__(self, config: LocalRuntimeConfig | None = None) -> None:
         super().__init__(config or LocalRuntimeConfig())

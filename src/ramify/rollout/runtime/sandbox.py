@@ -43,7 +43,7 @@ from ramify.rollout.runtime.template import ForkedSandbox, SandboxTemplate
 class SandboxRuntime(Runtime):
     """A runtime whose programs see nothing of the machine but its read-only system directories."""
 
-    config: SandboxRuntimeConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: SandboxRuntimeConfig
 
     def __init__(self, config: SandboxRuntimeConfig | None = None, template: SandboxTemplate | None = None) -> None:
         super().__init__(config or SandboxRuntimeConfig())

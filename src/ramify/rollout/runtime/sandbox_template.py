@@ -219,7 +219,7 @@ def _run_main(argv: list[str]) -> int:
             sys.argv[:] = argv[1:]
             if not has_safe_path:
                 sys.path.insert(0, os.getcwd())
-            runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined] # pyright: ignore
+            runpy._run_module_as_main(argv[1])  # pyrefly: ignore[missing-attribute]
             return 0
         sys.argv[:] = argv
         if not has_safe_path:
@@ -250,7 +250,7 @@ def _run_exit_handlers(preloaded: set[str]) -> None:
 
     The packages of the template stay: to tear them down takes longer than most programs.
     """
-    for handler in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined] # pyright: ignore
+    for handler in (threading._shutdown, atexit._run_exitfuncs):  # pyrefly: ignore[missing-attribute]
         with contextlib.suppress(BaseException):
             handler()
     own_modules = [module for name, module in list(sys.modules.items()) if name not in preloaded]

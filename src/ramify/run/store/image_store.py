@@ -95,7 +95,7 @@ def elide_data_urls(value: Any) -> Any:
         return DATA_URL.sub(_label_data_url, value) if "data:image/" in value else value
     if isinstance(value, Mapping):
         return {key: elide_data_urls(item) for key, item in cast(Mapping[str, Any], value).items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [elide_data_urls(item) for item in cast(list[Any], value)]
     return value
 

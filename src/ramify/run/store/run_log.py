@@ -86,7 +86,7 @@ class RunLog:
     def values_by_step(self, name: str | None) -> dict[int, float]:
         """Return the last value of one metric at each step; nothing for None."""
         query = "SELECT step, value FROM metrics WHERE name = ? ORDER BY rowid"
-        rows = [] if name is None else self._store.select(query, (name,))
+        rows: list[tuple[Any, ...]] = [] if name is None else self._store.select(query, (name,))
         return {step: float(value) for step, value in rows}
 
     def events(self, kind: str | None = None) -> list[RunEvent]:

@@ -43,7 +43,7 @@ def pin_sft_datasets(config: SftConfig, *, fresh: bool, log: Log | None) -> SftC
     datasets = [pin(dataset, before, "data") for dataset, before in pairs]
     validation = config.validation
     if config.validation_data is not None:
-        pinned = pin(config.validation_data, previous and previous.validation_data, "validation")
+        pinned = pin(config.validation_data, previous.validation_data if previous else None, "validation")
         validation = validation.model_copy(update={"revision": pinned.revision})
     return config.model_copy(
         update={

@@ -40,7 +40,7 @@ class VerifiersConfig(rf.TasksetConfig):
 class Verifiers(rf.Taskset):
     """The tasks of an environment of verifiers, which runs and scores its own rollouts."""
 
-    config: VerifiersConfig  # pyright: ignore[reportIncompatibleVariableOverride] - a plugin narrows it
+    config: VerifiersConfig
 
     def __init__(self, config: VerifiersConfig, environment: VerifiersEnvironment | None = None) -> None:
         super().__init__(config)

@@ -101,7 +101,7 @@ def _autograd_backward(
 ) -> tuple[Tensor | None, ...]:
     residual_sum, norm, weight, gate, up = ctx.saved_tensors
     arguments = residual_sum, weight, grad.contiguous(), grad_gate @ gate, grad_up @ up, ctx.eps
-    d_sum, d_weight = _add_norm_backward(*arguments)  # pyright: ignore[reportCallIssue]
+    d_sum, d_weight = _add_norm_backward(*arguments)
     return d_sum, d_sum, d_weight, grad_gate.t() @ norm, grad_up.t() @ norm, None
 
 

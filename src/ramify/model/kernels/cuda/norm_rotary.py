@@ -119,7 +119,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _autograd_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     arguments = grad.contiguous(), *ctx.saved_tensors, ctx.eps
-    d_x, d_weight = _norm_rotate_backward(*arguments)  # pyright: ignore[reportCallIssue]
+    d_x, d_weight = _norm_rotate_backward(*arguments)
     return d_x, d_weight, None, None, None
 
 

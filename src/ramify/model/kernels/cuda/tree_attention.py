@@ -304,7 +304,8 @@ def get_shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program can have; without a GPU, the bytes of an H100."""
     if device.type != "cuda":
         return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin
 
 
 def set_triton_allocator() -> None:
@@ -323,7 +324,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _autograd_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     arguments = grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window, ctx.block_size, ctx.softcap
-    *grads, d_sinks = _tree_attention_backward_op(*arguments)  # pyright: ignore[reportCallIssue]
+    *grads, d_sinks = _tree_attention_backward_op(*arguments)
     return *grads, d_sinks if len(d_sinks) else None, *(None,) * 8
 
 
