@@ -41,7 +41,11 @@ _TORCH_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int
 
 
 def copy_to_device(arrays: Iterable[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return the arrays as tensors on `device`; on a CPU they may share the arrays' memory."""
+    """Return the arrays as tensors on `device`; on a CPU they may share the arrays' memory.
+
+    One transfer brings all to a GPU. There each has memory of its own, because compiled code would be specialized to
+    their places in common memory.
+    """
     if device.type != "cuda":  # some are read-only views of bytes
         return [torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in arrays]
     host_arrays = list(arrays)
@@ -52,7 +56,8 @@ def copy_to_device(arrays: Iterable[np.ndarray], device: torch.device) -> list[T
     staging = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     np.concatenate(parts, out=staging.numpy())
     device_bytes = staging.to(device, non_blocking=True).split(sizes)[::2]
-    return [data.view(_TORCH_DTYPES[array.dtype]).view(array.shape) for data, array in zip(device_bytes, host_arrays)]
+    views = zip(device_bytes, host_arrays)
+    return [data.view(_TORCH_DTYPES[array.dtype]).view(array.shape).clone() for data, array in views]
 
 
 @contextlib.contextmanager

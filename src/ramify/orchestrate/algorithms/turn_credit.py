@@ -40,9 +40,8 @@ def compute_turn_advantages(traces: Sequence[Trace], rewards: FloatArray) -> Flo
     returns = np.stack([_compute_returns(trace, reward, num_turns) for trace, reward in zip(traces, rewards.tolist())])
     if len(traces) < 2:
         return np.zeros_like(returns)
-    spread: npt.NDArray[np.bool_] = (
-        np.ptp(returns, axis=0) > 0
-    )  # if all returns are equal, rounding must not make an advantage
+    # If all returns are equal, rounding must not make an advantage.
+    spread: npt.NDArray[np.bool_] = np.ptp(returns, axis=0) > 0
     return np.where(spread, returns - (returns.sum(0) - returns) / (len(traces) - 1), 0.0)
 
 
