@@ -44,6 +44,7 @@ class StepTimes(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ends.append(time.monotonic())
+        print(f"step {len(self.ends)} ended at {self.ends[-1]:.1f} s", file=sys.stderr, flush=True)
 
     @property
     def seconds(self) -> float:

@@ -20,7 +20,7 @@ import itertools
 import statistics
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from ramify.train.trainer import PendingStep
 
 BATCHES = 8
 PACK_COUNTS = (1, 2, 3, 4)  # approximate numbers of packs of a batch
+KINDS = ("groups", "trees")
 TRAIN_STEPS = 400
 TRAIN_CHARS = 5_000_000
 FAILING_MODEL = "qwen3"
@@ -258,14 +259,16 @@ def compare_after_failed_allocation(name: str, trainer: Trainer, maker: TextTrac
     return Row(f"{name}, after a failed allocation: to flat over the furthest flat to flat", ratio, None, "x", 1.0)
 
 
-def compare(name: str, trainer: Trainer, exact: Trainer, maker: TextTraceMaker) -> list[Row]:
+def compare(name: str, trainer: Trainer, model: Any, maker: TextTraceMaker, kinds: Sequence[str] = KINDS) -> list[Row]:
     """Compare groups, and trees with forks and several roots, which small packs split.
 
     Lengths are uneven, as in real rollouts: paths of whole blocks would be rounded alike in all packings.
     """
     rows: list[Row] = []
     mean = statistics.mean
-    for kind, make, count in (("groups", maker.uneven_group, 2), ("trees", maker.random_tree, 6)):
+    exact = make_float32_copy(trainer, model) if kinds else trainer
+    for kind in kinds:
+        make, count = (maker.uneven_group, 2) if kind == "groups" else (maker.random_tree, 6)
         batches = [measure_distances(trainer, exact, maker, [make() for _ in range(count)]) for _ in range(BATCHES)]
         flat = mean(mean(batch.flat_to_flat) for batch in batches)
         exact_distance = mean(mean(batch.flat_to_exact) for batch in batches)
@@ -311,6 +314,7 @@ def main() -> int:
         "--lessons", type=int, default=TRAIN_STEPS, help="training steps of a model before it is measured"
     )
     flags.add_argument("--only", choices=list(MODELS), help="measure one of the models trained here")
+    flags.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="rollouts that are compared")
     args: Any = flags.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU", file=sys.stderr)
@@ -322,14 +326,12 @@ def main() -> int:
     for name in [args.only] if args.only else MODELS:
         trainer = make_trainer(MODELS[name], PACK_TOKENS, {"lr": 1e-3, "schedule": {"warmup_steps": 30}})
         train(name, trainer, maker, args.lessons)
-        rows += compare(name, trainer, make_float32_copy(trainer, MODELS[name]), TextTraceMaker(tiny, text))
+        rows += compare(name, trainer, MODELS[name], TextTraceMaker(tiny, text), args.kinds)
         if name == FAILING_MODEL:
             rows.append(compare_after_failed_allocation(name, trainer, TextTraceMaker(tiny, text)))
     if args.smollm2:
         trainer = make_trainer(args.smollm2, PACK_TOKENS, {})
-        rows += compare(
-            "SmolLM2", trainer, make_float32_copy(trainer, args.smollm2), TextTraceMaker(args.smollm2, text)
-        )
+        rows += compare("SmolLM2", trainer, args.smollm2, TextTraceMaker(args.smollm2, text), args.kinds)
     return finish(f"benchmarks/gradients_gpu.py: gradients in bfloat16 on {device}", rows, args)
 
 

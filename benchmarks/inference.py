@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from _check import NO_COMPETITOR, Row, finish, median, parser
+from _check import NO_COMPETITOR, Row, competitor, finish, median, parser
 
 from ramify.infer.client.http_client import HttpClient, send_request
 
@@ -323,6 +323,26 @@ def measure_sampler(directory: Path) -> list[Row]:
     return [*rows, Row(f"{name}: through HTTP", max(speeds), None, "tok/s"), share]
 
 
+def measure_prefill(directory: Path, size: str, waves: list[str], vllm_python: str | None) -> list[Row]:
+    """Return the rows of unrelated prompts on a GPU, beside vLLM if its interpreter is given."""
+    model = write_random_model(directory, size)
+    script, requirement = "_prefill_gpu.py", "vLLM"
+    ours = competitor(sys.executable, script, requirement, "", False, ["ramify", str(model), *waves])
+    theirs = competitor(vllm_python, script, requirement, "--vllm-python", False, ["vllm", str(model), *waves]) or {}
+    assert ours is not None
+    return [
+        Row(f"{size}: prefill of {wave}", milliseconds, theirs.get(wave), "ms", theirs.get(wave))
+        for wave, milliseconds in ours.items()
+    ]
+
+
+def write_random_model(directory: Path, size: str) -> Path:
+    """Write a random model in a process of its own, so that this one uses no GPU memory."""
+    script = Path(__file__).with_name("_random_qwen.py")
+    subprocess.run([sys.executable, script, directory / size, size], check=True, timeout=REQUEST_TIMEOUT)
+    return directory / size
+
+
 def format_label(setup: ModelSetup, count: int, shared: int) -> str:
     return f"{setup.name}: {count} at once" + (f", {shared} shared" if shared else "")
 
@@ -357,10 +377,13 @@ def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__, shown_flags=["--vllm-python", "--smollm2"])
     flags.add_argument(
         "--only",
-        choices=["tiny", "smollm2", "sampler", "quantized"],
-        help="measure one model; `sampler`: a random one; `quantized`: one with its base in 16, 8 and 4 bits",
+        choices=["tiny", "smollm2", "sampler", "quantized", "prefill"],
+        help="measure one model; `sampler`: a random one; `quantized`: one with its base in 16, 8 and 4 bits; "
+        "`prefill`: unrelated prompts, beside vLLM",
     )
-    flags.add_argument("--size", default="8b", help="size of the model of `quantized`")
+    flags.add_argument("--size", default="8b", help="size of the model of `quantized` and `prefill`")
+    flags.add_argument("--waves", nargs="+", default=[], help="only these waves of `prefill`, such as '16 x 32k'")
+    flags.add_argument("--home", type=Path, help="directory of the models of `prefill`; one that is there is used")
     flags.add_argument("--device", choices=list(CONCURRENCY), default="cpu", help="where the engines run")
     args: Any = flags.parse_args()
     if args.device == "cuda":
@@ -376,6 +399,9 @@ def main() -> int:
 
             with tempfile.TemporaryDirectory() as temporary:
                 rows += measure_quantized(write_random_qwen(Path(temporary) / "model", args.size))
+        if args.only == "prefill":
+            with tempfile.TemporaryDirectory() as temporary:
+                rows += measure_prefill(args.home or Path(temporary), args.size, args.waves, args.vllm_python)
         return finish("benchmarks/inference.py: the native engine on a GPU", rows, args)
     if args.check and not (args.smollm2 and args.vllm_python):
         print("SmolLM2 (--smollm2) and vLLM (--vllm-python) are needed for the comparison", file=sys.stderr)

@@ -5,8 +5,8 @@ holds the engine and the trainer with the planned sizes: it fills the KV cache, 
 two largest steps, one of full groups and one of paths of `seq_len` tokens. A limit that the trainer had to lower is
 reported too. Several configurations run side by side while their planned sizes fit the GPU.
 
-With `--hand`, some trainers also take a step with six settings made by hand, as fast as each fits; compared is the
-speed with the planned sizes.
+With `--hand`, the trainers of some cases also take a step with six settings made by hand, those that fit; compared is
+the speed with the planned sizes.
 
 The cases follow from `--seed` and `--memories`. Each is printed as soon as it has ended and added to `plans.jsonl` in
 `--output`, so what a killed run has measured is not lost. `--plan-only` needs no GPU: it prints the plans, and the
@@ -264,7 +264,7 @@ def run_all(cases: list[dict[str, Any]], home: Path, args: Any) -> list[dict[str
         except ClusterTooSmall as error:
             add_result({**case, "outcome": "refused", "detail": str(error).splitlines()[-1]})
         else:
-            waiting.append({**case, "hand": len(waiting) < args.hand, "planned": round(planned_gib, 1)})
+            waiting.append({**case, "hand": case["number"] in args.hand, "planned": round(planned_gib, 1)})
     running: list[tuple[dict[str, Any], subprocess.Popen[bytes], Path, float]] = []
     last_end = started_at + args.limit
     while running or (waiting and time.monotonic() < last_end):
@@ -325,9 +325,17 @@ def print_plans(cases: list[dict[str, Any]]) -> int:
 def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--cases", type=int, default=20, help="configurations")
+    flags.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="only these of the configurations")
     flags.add_argument("--seed", type=int, default=0, help="seed of the configurations")
     flags.add_argument("--memories", type=int, nargs="+", default=MEMORIES, help="GiB of the GPUs")
-    flags.add_argument("--hand", type=int, default=0, help="cases that are compared with settings by hand")
+    flags.add_argument(
+        "--hand",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="NUMBER",
+        help="cases that are compared with settings by hand",
+    )
     flags.add_argument("--limit", type=float, default=3600.0, help="seconds after which no case is started or runs on")
     flags.add_argument("--case-timeout", type=float, default=200.0, help="seconds of a case; twice with --hand")
     flags.add_argument("--plan-only", action="store_true", help="print the plans, on any machine")
@@ -339,7 +347,8 @@ def main() -> int:
         case = json.loads(args.case)
         print(json.dumps(run_case(case, args.home / case["model"])))
         return 0
-    cases = draw_cases(args.cases, args.seed, args.memories)
+    drawn = draw_cases(args.cases, args.seed, args.memories)
+    cases = [drawn[number] for number in args.only or range(args.cases)]
     if args.plan_only:
         return print_plans(cases)
     import torch
