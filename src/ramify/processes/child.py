@@ -161,10 +161,9 @@ class ChildProcess:
     async def wait(self) -> int:
         """Wait until the process and its descendants have exited, and return the exit code."""
         while (exit_code := self.poll()) is None:
-            fd = self._watcher_pidfd
-            if fd is None:
-                assert self._is_starting and self._control_socket is not None, "the process was not started"
-                fd = self._control_socket.fileno()
+            # A start that was cancelled or timed out leaves the pids to be read: a signal may wait for them.
+            fd = self._control_socket.fileno() if self._is_starting and self._control_socket else self._watcher_pidfd
+            assert fd is not None, "the process was not started"
             await _wait_readable(fd)
         return exit_code
 
