@@ -222,6 +222,18 @@ async def test_boot_failures_are_reported_and_bounded(engine, fork_client, tmp_p
     assert server.pool.counts["boot_failures"] == num_tries and not server.pool.workers
 
 
+async def test_a_server_that_is_closed_while_a_worker_boots_has_no_worker(engine, fork_client, tmp_path):
+    config = make_config(engine.url, tmp_path, pool={"type": "static", "workers": 1})
+    server = EnvServer(config, prefork_client=fork_client)
+    starting = asyncio.create_task(server.start())
+    async with asyncio.timeout(DEADLINE):
+        while not (hasattr(server, "pool") and server.pool.workers):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+    assert starting.cancelled() and not server.pool.workers
+
+
 async def test_worker_boots_from_a_process_with_many_open_files(engine, tmp_path):
     with contextlib.ExitStack() as files:
         for _ in range(300):

@@ -103,6 +103,7 @@ class WorkerPool:
         await asyncio.gather(*(worker.stop() for worker in list(self.workers.values())))
         if self._tasks:
             await asyncio.wait(self._tasks)
+        self.workers.clear()  # a boot that was cancelled leaves its worker
         self._fork_server.close()
         shutil.rmtree(self._temp_root, ignore_errors=True)
 
