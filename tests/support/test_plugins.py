@@ -1,7 +1,7 @@
 """Tiers, repeated tests, crashed workers and the time limit, each tried in a small project of its own.
 
-Nearly all of the cost is the start of pytest and its workers, half a second of CPU each: few of them, and one worker
-where two would show the same.
+Nearly all of the cost is the start of pytest and its workers, half a second of CPU each: one worker where two would
+show the same, and all but three tests are `full`.
 """
 
 import os
@@ -16,6 +16,7 @@ from tests.support.processes import is_running, wait_until
 
 pytestmark = pytest.mark.process
 
+STARTS_PYTEST = pytest.mark.full("starts pytest and its workers")
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
 pytest_plugins = [f"tests.support.{name}" for name in ("tiers", "scheduling", "repeat", "run_limit")]
@@ -144,6 +145,7 @@ def test_unit_test_that_starts_a_process_fails(project):
     assert "ERROR tests/test_starts.py::test_teardown" in output
 
 
+@STARTS_PYTEST
 def test_pytest_alone_runs_unit_tests_on_workers(project):
     project.write("conftest.py", CONFTEST + "import os; os.cpu_count = lambda: 1")
     text = "import os, pathlib, pytest\n"
@@ -173,6 +175,7 @@ def test_a_race_is_repeated_and_named_in_the_last_lines(project):
     ]
 
 
+@STARTS_PYTEST
 def test_more_than_two_races_and_one_that_is_listed_as_fixed_fail_the_run(project):
     write_races(project, "one", "two", "three")
     rows = ["| test | cause | status |", "|---|---|---|", "| `tests/test_races.py::test_one` | the port | fixed |"]
@@ -186,6 +189,7 @@ def test_more_than_two_races_and_one_that_is_listed_as_fixed_fail_the_run(projec
     ]
 
 
+@STARTS_PYTEST
 def test_a_promise_and_a_broken_test_fail_the_run(project):
     write_races(project, "promise", marker="promise")
     project.write("tests/test_broken.py", "def test_broken(): assert False")
@@ -210,6 +214,7 @@ def test_after(): pass
 """
 
 
+@STARTS_PYTEST
 def test_a_crashed_worker_fails_the_run_with_the_name_of_its_test(project):
     """A process that the worker has forked lives on: it must not hide the crash.
 
@@ -282,8 +287,8 @@ IGNORE_INTERRUPTS = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
 @pytest.mark.parametrize(
     ("workers", "preparations", "report_seconds", "status"),
     [
-        pytest.param("0", ("", ""), 60, 2, id="one process"),
-        pytest.param("0", (IGNORE_INTERRUPTS, "refuse_kills()"), 0.2, 124, id="no interrupt"),
+        pytest.param("0", ("", ""), 60, 2, id="one process", marks=STARTS_PYTEST),
+        pytest.param("0", (IGNORE_INTERRUPTS, "refuse_kills()"), 0.2, 124, id="no interrupt", marks=STARTS_PYTEST),
         pytest.param("1", ("", "EndedWorker(config.pluginmanager.get_plugin('dsession'))"), 60, 2, id="worker"),
     ],
 )
@@ -299,6 +304,7 @@ def test_a_hang_ends_at_the_limit_with_the_name_of_its_test(project, workers, pr
     wait_until(lambda: not is_running(int(project.read("left_behind"))))
 
 
+@STARTS_PYTEST
 def test_a_worker_without_torch_names_the_module_that_imports_it(project):
     project.write("torch.py", "")
     project.write("conftest.py", CONFTEST + "import sys; sys.path.insert(0, '.')\n")
