@@ -5,8 +5,9 @@ holds the engine and the trainer with the planned sizes: it fills the KV cache, 
 two largest steps, one of full groups and one of paths of `seq_len` tokens. A limit that the trainer had to lower is
 reported too. Several configurations run side by side while their planned sizes fit the GPU.
 
-With `--hand`, the trainers of some cases also take a step with six settings made by hand, those that fit; compared is
-the speed with the planned sizes.
+With `--hand`, six settings made by hand are tried in some cases. If the planner accepts the case, the speed with the
+planned sizes is compared with those that fit. If it refuses the case, the engine has the smallest sizes that can be
+planned, and the check requires that no setting fits.
 
 The cases follow from `--seed` and `--memories`. Each is printed as soon as it has ended and added to `plans.jsonl` in
 `--output`, so what a killed run has measured is not lost. `--plan-only` needs no GPU: it prints the plans, and the
@@ -23,16 +24,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from _check import NO_COMPETITOR, Row, finish, parser
 
 from ramify.core.config import parse
-from ramify.core.errors import ClusterTooSmall
+from ramify.core.errors import ClusterTooSmall, GpuMemoryFull
 from ramify.infer.config import EngineConfig
 from ramify.launch.capacity import fits, place_run, plan_sizes
 from ramify.launch.launcher import ClusterNode
+from ramify.launch.process_configs import build_serve_config
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.memory import ModelSize
 from ramify.train.step_sizes import estimate_step_cost
@@ -50,6 +53,15 @@ TASKSET = Path(__file__).with_name("_long_prompts.py")
 RESULTS_FILE = "plans.jsonl"
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The configuration of a case with its sizes, the smallest if it is refused."""
+
+    config: RunConfig
+    gpu_gib: float  # that they take of the GPU; all of it if the case is refused
+    refusal: str = ""
+
+
 def draw_cases(count: int, seed: int, memories: Sequence[int]) -> list[dict[str, Any]]:
     """Return random configurations."""
     rng = random.Random(seed)
@@ -57,11 +69,8 @@ def draw_cases(count: int, seed: int, memories: Sequence[int]) -> list[dict[str,
     return [{"number": n, **{key: rng.choice(values) for key, values in choices.items()}} for n in range(count)]
 
 
-def plan_case(case: dict[str, Any], model: Path) -> tuple[RunConfig, float]:
-    """Return the configuration of a case with its sizes, and the GiB that they take of the GPU.
-
-    Raises ClusterTooSmall if it is refused.
-    """
+def plan_case(case: dict[str, Any], model: Path) -> Plan:
+    """Plan a case as `ramify rl` would."""
     flags = {
         "model.name": model,
         "seq_len": case["seq_len"],
@@ -74,8 +83,11 @@ def plan_case(case: dict[str, Any], model: Path) -> tuple[RunConfig, float]:
     config = parse(RunConfig, [argument for key, value in flags.items() for argument in (f"--{key}", str(value))])
     node = build_node(case)
     planned, _ = plan_sizes(config, [node])
-    memory = place_run(planned, [node], user_config=config).list_memory()
-    return planned, max(needed for name, needed, _ in memory if name.startswith("GPU")) / GIB
+    try:
+        memory = place_run(planned, [node], user_config=config).list_memory()
+    except ClusterTooSmall as error:
+        return Plan(planned, case["memory"], error.message.splitlines()[-1])
+    return Plan(planned, max(needed for name, needed, _ in memory if name.startswith("GPU")) / GIB)
 
 
 def build_node(case: dict[str, Any]) -> ClusterNode:
@@ -91,10 +103,8 @@ def format_plan(case: dict[str, Any], model: Path) -> str:
     kind = "lora" if case["lora"] else "all"
     name = f"{case['number']:2} {case['model']:>4} {kind:>4} {case['memory']:3} GiB"
     name += f" {case['seq_len']:5} x {case['group']:2}"
-    try:
-        config, _ = plan_case(case, model)
-    except ClusterTooSmall as error:
-        return f"{name}: refused: {error.message.splitlines()[-1]}"
+    plan = plan_case(case, model)
+    config = plan.config
     trainer, inference = config.trainer, config.inference
     assert isinstance(inference, EngineConfig) and inference.kv_cache_tokens is not None
 
@@ -105,7 +115,9 @@ def format_plan(case: dict[str, Any], model: Path) -> str:
         tried = config.model_copy(update={"trainer": trainer.model_copy(update=sizes)})
         return f"{num_tokens}/{num_layers} {cost:.2f}{'' if fits(tried, [build_node(case)]) else ' too large'}"
 
-    by_hand = [expect(*limits) for limits in list_hand_limits(case, size.num_layers)]
+    by_hand = ", ".join(expect(*limits) for limits in list_hand_limits(case, size.num_layers))
+    if plan.refusal:
+        return f"{name}: refused: {plan.refusal}; by hand {by_hand}"
     full_requests = inference.kv_cache_tokens / case["seq_len"]
     sizes = [
         expect(trainer.max_pack_tokens, trainer.num_recomputed_layers),
@@ -113,23 +125,26 @@ def format_plan(case: dict[str, Any], model: Path) -> str:
         f"running {inference.max_running_requests}",
         f"cache {inference.kv_cache_tokens} ({full_requests:.3g} at full length)",
     ]
-    return f"{name}: {', '.join(sizes)}; by hand {', '.join(by_hand)}"
+    return f"{name}: {', '.join(sizes)}; by hand {by_hand}"
 
 
 def list_hand_limits(case: dict[str, Any], num_layers: int) -> list[tuple[int, int]]:
-    """Return the tokens of a pack and the recomputed layers of each setting made by hand."""
-    return [(max(tokens, case["seq_len"]), round(share * num_layers)) for tokens, share in HAND_SETTINGS]
+    """Return the tokens of a pack and the recomputed layers of each setting made by hand, without repetitions."""
+    limits = [(max(tokens, case["seq_len"]), round(share * num_layers)) for tokens, share in HAND_SETTINGS]
+    return list(dict.fromkeys(limits))
 
 
 def run_case(case: dict[str, Any], model: Path) -> dict[str, Any]:
     """Hold engine and trainer of a case in memory, and let them work; return whether they fit."""
     import torch
 
-    config, _ = plan_case(case, model)
+    plan = plan_case(case, model)
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(min(1.0, (case["memory"] - CONTEXTS_GIB) * GIB / total))
-    lines: list[str] = []
-    engine = _start_engine(model, config)
+    if plan.refusal:
+        return _try_refused_case(case, model, plan)
+    config, lines = plan.config, list[str]()
+    engine = start_engine(model, config)
     trainer = _build_trainer(model, config, lines)
     _fill_engine(engine, config)
     for packs in _list_largest_steps(trainer, case):
@@ -143,14 +158,37 @@ def run_case(case: dict[str, Any], model: Path) -> dict[str, Any]:
     return {**result, "speeds": _compare_by_hand(trainer, case)} if case["hand"] else result
 
 
-def _start_engine(model: Path, config: RunConfig) -> Any:
-    from ramify.infer.engine_core import EngineCore
-    from ramify.model.load import load_engine_model
-    from ramify.trace.version import PolicyVersion
+def _try_refused_case(case: dict[str, Any], model: Path, plan: Plan) -> dict[str, Any]:
+    """Return which settings by hand fit beside the engine, although the case is refused."""
+    detail, fitting = plan.refusal, list[str]()
+    try:
+        engine = start_engine(model, plan.config)
+        trainer = _build_trainer(model, plan.config, [])
+        _fill_engine(engine, plan.config)
+    except (RuntimeError, GpuMemoryFull) as error:
+        if not _lacks_memory(error):
+            raise
+        detail += f"; engine and trainer do not fit: {str(error).splitlines()[0]}"
+    else:
+        fitting = list_fitting_limits(trainer, case)
+    return {"outcome": "refused", "detail": detail, "fits_by_hand": fitting}
 
-    loaded = load_engine_model(model, dtype="bfloat16", device="cuda")
-    inference = config.inference.model_copy(update={"device": "cuda", "max_model_len": config.seq_len})
-    return EngineCore(loaded, inference, PolicyVersion("bench"))  # pyright: ignore[reportArgumentType] - native
+
+def list_fitting_limits(trainer: Any, case: dict[str, Any]) -> list[str]:
+    """Return the settings by hand with which the trainer takes the largest steps."""
+    fitting: list[str] = []
+    for limits in _list_activation_limits(trainer, case):
+        _set_limits(trainer, limits)
+        if all(_try_step(trainer, packs) is not None for packs in _list_largest_steps(trainer, case)):
+            fitting.append(str(limits))
+    return fitting
+
+
+def start_engine(model: Path, config: RunConfig) -> Any:
+    """Return the engine of the run without its thread, with adapters if the run has them."""
+    from ramify.infer.engine import Engine
+
+    return Engine.load(str(model), EngineConfig(**build_serve_config(config, is_trainer_on_gpu=True)["inference"])).core
 
 
 def _build_trainer(model: Path, config: RunConfig, lines: list[str]) -> Any:
@@ -214,34 +252,51 @@ def _compare_by_hand(trainer: Any, case: dict[str, Any]) -> dict[str, float]:
     """Return the seconds of a step of the same rollouts, planned and with each setting by hand that fits."""
     from _gpu import TraceMaker
 
-    from ramify.model.device_memory import is_out_of_memory
     from ramify.train import pack_forests
-    from ramify.train.activation_limits import ActivationLimits
 
     maker, seq_len = TraceMaker(30_000), case["seq_len"]
     shares = [maker.ids(seq_len // 2) for _ in range(max(1, 65_536 // (seq_len * case["group"] // 2)))]
     forests = _build_forests([[maker.chain(prompt, seq_len // 2) for _ in range(case["group"])] for prompt in shares])
     planned = trainer.activations.limits
-    by_hand = [
-        ActivationLimits(*limits) for limits in list_hand_limits(case, trainer.policy.model.config.num_hidden_layers)
-    ]
     seconds: dict[str, float] = {}
-    for limits in [planned, *by_hand]:
-        trainer.activations.planned = limits
-        trainer.activations.set_limits(limits)
-        batch = _make_batch(pack_forests(forests, limits.pack_tokens))
-        try:
-            trainer.step(batch)
-            if trainer.activations.limits != limits:  # it did not fit
-                continue
-            metrics = trainer.step(batch)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            continue
-        if trainer.activations.limits == limits:  # else it did not fit
+    for limits in [planned, *_list_activation_limits(trainer, case)]:
+        _set_limits(trainer, limits)
+        packs = pack_forests(forests, limits.pack_tokens)
+        if _try_step(trainer, packs) is not None and (metrics := _try_step(trainer, packs)) is not None:
             seconds["planned" if limits is planned else str(limits)] = metrics.seconds
     return seconds
+
+
+def _list_activation_limits(trainer: Any, case: dict[str, Any]) -> list[Any]:
+    from ramify.train.activation_limits import ActivationLimits
+
+    num_layers = trainer.policy.model.config.num_hidden_layers
+    return [ActivationLimits(*limits) for limits in list_hand_limits(case, num_layers)]
+
+
+def _set_limits(trainer: Any, limits: Any) -> None:
+    trainer.activations.planned = limits
+    trainer.activations.set_limits(limits)
+
+
+def _try_step(trainer: Any, packs: list[Any]) -> Any:
+    """Take a step and return its metrics; None if it does not fit within the limits as they are set."""
+    limits = trainer.activations.limits
+    try:
+        metrics = trainer.step(_make_batch(packs))
+    except (RuntimeError, GpuMemoryFull) as error:
+        if not _lacks_memory(error):
+            raise
+        metrics = None
+    if metrics is None:
+        trainer.free_memory()
+    return metrics if trainer.activations.limits == limits else None
+
+
+def _lacks_memory(error: Exception) -> bool:
+    from ramify.model.device_memory import is_out_of_memory
+
+    return isinstance(error, GpuMemoryFull) or is_out_of_memory(error)
 
 
 def run_all(cases: list[dict[str, Any]], home: Path, args: Any) -> list[dict[str, Any]]:
@@ -259,12 +314,12 @@ def run_all(cases: list[dict[str, Any]], home: Path, args: Any) -> list[dict[str
             file.write(f"{line}\n")
 
     for case in sorted(cases, key=lambda case: case["memory"]):
-        try:
-            _, planned_gib = plan_case(case, home / case["model"])
-        except ClusterTooSmall as error:
-            add_result({**case, "outcome": "refused", "detail": str(error).splitlines()[-1]})
+        plan, by_hand = plan_case(case, home / case["model"]), case["number"] in args.hand
+        if plan.refusal and not by_hand:
+            add_result({**case, "outcome": "refused", "detail": plan.refusal})
         else:
-            waiting.append({**case, "hand": case["number"] in args.hand, "planned": round(planned_gib, 1)})
+            is_timed = by_hand and not plan.refusal
+            waiting.append({**case, "hand": by_hand, "is_timed": is_timed, "planned": round(plan.gpu_gib, 1)})
     running: list[tuple[dict[str, Any], subprocess.Popen[bytes], Path, float]] = []
     last_end = started_at + args.limit
     while running or (waiting and time.monotonic() < last_end):
@@ -290,7 +345,7 @@ def run_all(cases: list[dict[str, Any]], home: Path, args: Any) -> list[dict[str
 
 def _count_gib(case: dict[str, Any]) -> float:
     """Return the GiB that a case takes of the GPU; one whose steps are timed runs alone."""
-    return USABLE_GIB if case["hand"] else min(case["planned"], USABLE_GIB)
+    return USABLE_GIB if case["is_timed"] else min(case["planned"], USABLE_GIB)
 
 
 def _has_ended(case: dict[str, Any], process: subprocess.Popen[bytes], log: Path, deadline: float) -> bool:
@@ -308,6 +363,27 @@ def _read_result(case: dict[str, Any], process: subprocess.Popen[bytes], log: Pa
     is_full = "out of memory" in text.lower() or "GpuMemoryFull" in text
     outcome = "out of memory" if is_full else "not finished" if time.monotonic() > deadline else "failed"
     return {**case, "outcome": outcome, "detail": "\n".join(lines[-4:])}
+
+
+def build_rows(results: list[dict[str, Any]]) -> list[Row]:
+    """Return the rows of all cases that ran."""
+    counts = {
+        name: float(sum(result["outcome"] == name for result in results))
+        for name in ("fits", "refused", "not finished")
+    }
+    rows = [Row(f"configurations: {name}", count, None, "") for name, count in counts.items()]
+    for name in ("lowered", "out of memory", "failed"):
+        count = float(sum(result["outcome"] == name for result in results))
+        rows.append(Row(f"configurations: {name}", count, None, "", None if name == "lowered" else 0.0))
+    for result in results:
+        if speeds := result.get("speeds"):
+            best = min(speeds.values())
+            name = f"case {result['number']}: speed over the best of {len(speeds) - 1} by hand"
+            rows.append(Row(name, best / speeds["planned"], None, "x", HAND_SPEED, at_least=True))
+        if (fitting := result.get("fits_by_hand")) is not None:
+            name = f"case {result['number']}: settings by hand that fit, although it is refused"
+            rows.append(Row(name, float(len(fitting)), None, "", 0.0))
+    return rows
 
 
 def print_plans(cases: list[dict[str, Any]]) -> int:
@@ -334,7 +410,7 @@ def main() -> int:
         nargs="+",
         default=[],
         metavar="NUMBER",
-        help="cases that are compared with settings by hand",
+        help="cases in which settings by hand are tried, too",
     )
     flags.add_argument("--limit", type=float, default=3600.0, help="seconds after which no case is started or runs on")
     flags.add_argument("--case-timeout", type=float, default=200.0, help="seconds of a case; twice with --hand")
@@ -364,20 +440,7 @@ def main() -> int:
         args.output = args.output or home
         args.output.mkdir(parents=True, exist_ok=True)
         results = run_all(cases, home, args)
-    counts = {
-        name: float(sum(result["outcome"] == name for result in results))
-        for name in ("fits", "refused", "not finished")
-    }
-    rows = [Row(f"configurations: {name}", count, None, "") for name, count in counts.items()]
-    for name in ("lowered", "out of memory", "failed"):
-        count = float(sum(result["outcome"] == name for result in results))
-        rows.append(Row(f"configurations: {name}", count, None, "", None if name == "lowered" else 0.0))
-    for result in results:
-        if speeds := result.get("speeds"):
-            best = min(speeds.values())
-            name = f"case {result['number']}: speed over the best of {len(speeds) - 1} by hand"
-            rows.append(Row(name, best / speeds["planned"], None, "x", HAND_SPEED, at_least=True))
-    return finish("benchmarks/plans_gpu.py: planned sizes on one GPU", rows, args)
+    return finish("benchmarks/plans_gpu.py: planned sizes on one GPU", build_rows(results), args)
 
 
 if __name__ == "__main__":
