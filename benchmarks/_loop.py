@@ -38,6 +38,8 @@ class RunObservation:
     """Mean reward of every step."""
     metrics: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Values of every metric, in the order of steps."""
+    metrics_by_step: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    """The same, by step and metric."""
 
 
 def find_first_window(rewards: Sequence[float], target: float, window: int) -> int | None:
@@ -92,6 +94,7 @@ def observe_run(
     metrics: dict[str, list[float]] = defaultdict(list)
     for metric in read_metrics(path):
         metrics[metric.name].append(metric.value)
+        observation.metrics_by_step.setdefault(metric.step, {})[metric.name] = metric.value
     observation.metrics, observation.rewards = dict(metrics), metrics["reward/all/mean"]
     return observation
 

@@ -6,8 +6,9 @@ the examples has the right answer, the others a question mark, so it samples the
 characters.
 
 The run `speed` measures a whole step of a random model (`_random_qwen.py`): 8 groups of 16, prompts of 368 tokens, 256
-new tokens. Its configuration has no setting for memory. With `--trl-python` TRL takes the same step at its best of
-several micro-batch sizes.
+new tokens. Its configuration has no setting for memory. The four parts of the engine's time add up to a step; gaps are
+the share of it in which the engine computes no tokens and the trainer does not work either. With `--trl-python` TRL
+takes the same step at its best of several micro-batch sizes.
 
 The run `tail` has replies whose lengths are log-normal, the 99th percentile 8 times the median: once with
 `max_staleness` 4, once in turns, in which a step waits for its longest reply.
@@ -35,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +201,12 @@ max_turns = 1
 """
 SPEED_OVER_TRL = 3.0
 SPEED_TARGETS = {  # size: row, target, whether it is the least
-    "0.5b": {"a step": (0.78, False)},
+    "0.5b": {"a step": (0.78, False), "gaps": (8.0, False)},
     "4b": {"a step": (3.0, False), "MFU of training": (0.50, True)},
     "8b": {"GPU memory at most": (135.0, False)},
 }
+ENGINE_ACTIVITIES = ("sampling", "training", "swap", "idle")
+MAX_SUM_DIFFERENCE = 2.0  # percent of a step by which its parts may miss it
 TAIL_STALENESS, TAIL_SPEEDUP, TAIL_LONGEST = 4, 2.0, 2048
 QWEN_VOCABULARY = 151_936
 TRL_MICRO_BATCHES = (16, 32, 64, 128)
@@ -331,6 +334,7 @@ def _step_rows(observation: RunObservation, target: float | None = None) -> list
             rows.append(Row(f"  {what}", statistics.median(values[len(values) // 2 :]), None, "s"))
     busy = statistics.median(observation.metrics["time/train"][len(observation.metrics["time/train"]) // 2 :])
     rows.append(Row("  publishing, and waiting for rollouts", max(0.0, wall - busy), None, "s"))
+    rows += build_timeline_rows(observation.metrics_by_step)
     for what, name, unit in [
         ("rollouts", "rollouts_per_s", "1/s"),
         ("tokens sampled", "tokens_per_s", "1/s"),
@@ -343,6 +347,23 @@ def _step_rows(observation: RunObservation, target: float | None = None) -> list
         if values:
             rows.append(Row(what, statistics.median(values[len(values) // 2 :]), None, unit))
     return rows
+
+
+def build_timeline_rows(metrics_by_step: Mapping[int, Mapping[str, float]]) -> list[Row]:
+    """Return how the engine spends a step, and the share of gaps, in the later half of the steps that tell."""
+    names = ["time/step", *(f"time/engine/{activity}" for activity in ENGINE_ACTIVITIES)]
+    steps = [metrics for _, metrics in sorted(metrics_by_step.items()) if all(name in metrics for name in names)]
+    if not steps:
+        return []
+    step, *parts = (statistics.fmean(metrics[name] for metrics in steps[len(steps) // 2 :]) for name in names)
+    sampling, training, *_ = parts
+    difference = 100 * abs(sum(parts) - step) / step
+    return [
+        *(Row(f"  engine: {activity}", part, None, "s") for activity, part in zip(ENGINE_ACTIVITIES, parts)),
+        Row("  sum of the four", sum(parts), step, "s"),
+        Row("  difference of their sum from the step", difference, None, "%", MAX_SUM_DIFFERENCE),
+        Row("gaps", 100 * (step - sampling - training) / step, None, "%"),
+    ]
 
 
 def _gpu_rows(load: list[tuple[float, float]], observation: RunObservation) -> list[Row]:
@@ -396,15 +417,22 @@ def speed(home: Path, args: Any) -> list[Row]:
             resumed = observe(flags=[*flags, "--max-steps", str(args.speed_steps + 1)])
             count = len(resumed.metrics["train/seconds"]) - len(observation.metrics["train/seconds"])
             step_rows.append(Row("steps after loading the last checkpoint", count, None, "", 1, at_least=True))
-        targets = SPEED_TARGETS.get(args.size, {}) if max_staleness else {}
-        for row in step_rows:
-            target, at_least = targets.get(row.name, (None, False))
-            reference = trl_step if row.name == "a step" else None
-            name = f"max_staleness {max_staleness}: {row.name}"
-            rows.append(Row(name, row.ours, reference, row.unit, target, at_least=at_least))
-            if max_staleness and reference:
-                rows.append(Row(f"{name}, over TRL", reference / row.ours, None, "x", SPEED_OVER_TRL, at_least=True))
+        rows += set_targets(step_rows, args.size, max_staleness, trl_step)
     return rows
+
+
+def set_targets(rows: Sequence[Row], size: str, max_staleness: int, trl_step: float | None) -> list[Row]:
+    """Return the rows of `speed` with the targets of asynchronous runs, and beside TRL."""
+    targets = SPEED_TARGETS.get(size, {}) if max_staleness else {}
+    result: list[Row] = []
+    for row in rows:
+        target, at_least = targets.get(row.name, (row.target, row.at_least))
+        reference = trl_step if row.name == "a step" else row.reference
+        name = f"max_staleness {max_staleness}: {row.name}"
+        result.append(Row(name, row.ours, reference, row.unit, target, at_least=at_least))
+        if max_staleness and row.name == "a step" and trl_step:
+            result.append(Row(f"{name}, over TRL", trl_step / row.ours, None, "x", SPEED_OVER_TRL, at_least=True))
+    return result
 
 
 def tail(home: Path, args: Any) -> list[Row]:
