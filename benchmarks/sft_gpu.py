@@ -23,7 +23,7 @@ from _random_qwen import write_random_qwen
 from ramify.run.reader import read_metrics
 
 CONVERSATIONS, TOKENS, SEQ_LEN = 64, 65_536, 1024
-TARGET_TOKENS_PER_S, TARGET_RATIO = 130_000, 2.5
+TARGET_TOKENS_PER_S, TARGET_RATIO = 130_000, 2.4
 TRL_MICRO_BATCHES = (16, 32, 64)
 STEP_LINE = re.compile(r"step=(\d+)/")
 CONFIG = """
