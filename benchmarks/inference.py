@@ -6,7 +6,9 @@ Prompts have 16 tokens, or 512 shared tokens and 16 of their own; every request 
 CPU `tiny` runs on one thread, SmolLM2-135M on two, in bfloat16 unless the CPU emulates it. With `--device cuda` both
 run in float32 and bfloat16 with 1, 32 and 256 concurrent requests, without targets; a directory without weights gets
 random ones, equally fast.
-A random model of 0.48 B parameters is measured with targets, in process and through HTTP (`_sampler_gpu.py`).
+A random model of 0.48 B parameters is measured with targets, in process and through HTTP (`_sampler_gpu.py`); with
+another `--size` there are no targets. `--only engines` measures prefill and decode steps in process, beside vLLM if its
+interpreter is given (`_engines_gpu.py`).
 """
 
 from __future__ import annotations
@@ -28,18 +30,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-from _check import NO_COMPETITOR, Row, competitor, finish, median, parser
+from _check import NO_COMPETITOR, Row, finish, median, parser
+from _engines_gpu import WAVES as ENGINE_WAVES
+from _random_qwen import SIZES
 
 from ramify.infer.client.http_client import HttpClient, send_request
 
 CONCURRENCY = {"cpu": (1, 8, 32), "cuda": (1, 32, 256)}
 NEW_TOKENS = 64
 OWN_TOKENS, SHARED_TOKENS = 16, 512  # of a prompt
+TARGET_SIZE, LARGE_SIZE = "0.5b", "8b"  # of the random models
 READY_TIMEOUT = 300.0
 REQUEST_TIMEOUT = 600.0
 COMPETITOR_TIMEOUT = 3600.0
@@ -323,17 +328,18 @@ def measure_sampler(directory: Path) -> list[Row]:
     return [*rows, Row(f"{name}: through HTTP", max(speeds), None, "tok/s"), share]
 
 
-def measure_prefill(directory: Path, size: str, waves: list[str], vllm_python: str | None) -> list[Row]:
-    """Return the rows of unrelated prompts on a GPU, beside vLLM if its interpreter is given."""
-    model = write_random_model(directory, size)
-    script, requirement = "_prefill_gpu.py", "vLLM"
-    ours = competitor(sys.executable, script, requirement, "", False, ["ramify", str(model), *waves])
-    theirs = competitor(vllm_python, script, requirement, "--vllm-python", False, ["vllm", str(model), *waves]) or {}
-    assert ours is not None
-    return [
-        Row(f"{size}: prefill of {wave}", milliseconds, theirs.get(wave), "ms", theirs.get(wave))
-        for wave, milliseconds in ours.items()
-    ]
+def measure_engines(model: Path, size: str, waves: list[str], vllm_python: str | None) -> list[Row]:
+    """Return the milliseconds of a prefill and of a decode step, beside vLLM if its interpreter is given."""
+    ours = run_engine(sys.executable, "ramify", model, waves)
+    theirs = run_engine(vllm_python, "vllm", model, waves) if vllm_python else {}
+    return [Row(f"{size}: {wave}", milliseconds, theirs.get(wave), "ms") for wave, milliseconds in ours.items()]
+
+
+def run_engine(python: str, kind: str, model: Path, waves: list[str]) -> dict[str, float]:
+    """Return what `_engines_gpu.py` measures in an interpreter. Its stderr is shown: it has each wave at once."""
+    command = [python, str(Path(__file__).with_name("_engines_gpu.py")), kind, str(model), *waves]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=COMPETITOR_TIMEOUT, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def write_random_model(directory: Path, size: str) -> Path:
@@ -341,6 +347,21 @@ def write_random_model(directory: Path, size: str) -> Path:
     script = Path(__file__).with_name("_random_qwen.py")
     subprocess.run([sys.executable, script, directory / size, size], check=True, timeout=REQUEST_TIMEOUT)
     return directory / size
+
+
+def measure_random_model(args: Any) -> list[Row]:
+    """Return the rows of `sampler`, `quantized` or `engines`."""
+    size = args.size or (LARGE_SIZE if args.only in ("quantized", "engines") else TARGET_SIZE)
+    with tempfile.TemporaryDirectory() as temporary:
+        model = write_random_model(args.home or Path(temporary), size)
+        if args.only == "engines":
+            return measure_engines(model, size, args.waves, args.vllm_python)
+        if args.only == "quantized":
+            from _sampler_gpu import measure_quantized
+
+            return measure_quantized(model)
+        rows = measure_sampler(model)
+        return rows if size == TARGET_SIZE else [replace(row, target=None) for row in rows]
 
 
 def format_label(setup: ModelSetup, count: int, shared: int) -> str:
@@ -377,31 +398,31 @@ def main() -> int:
     flags: argparse.ArgumentParser = parser(__doc__, shown_flags=["--vllm-python", "--smollm2"])
     flags.add_argument(
         "--only",
-        choices=["tiny", "smollm2", "sampler", "quantized", "prefill"],
+        choices=["tiny", "smollm2", "sampler", "quantized", "engines"],
         help="measure one model; `sampler`: a random one; `quantized`: one with its base in 16, 8 and 4 bits; "
-        "`prefill`: unrelated prompts, beside vLLM",
+        "`engines`: prefill and decode steps of one, beside vLLM",
     )
-    flags.add_argument("--size", default="8b", help="size of the model of `quantized` and `prefill`")
-    flags.add_argument("--waves", nargs="+", default=[], help="only these waves of `prefill`, such as '16 x 32k'")
-    flags.add_argument("--home", type=Path, help="directory of the models of `prefill`; one that is there is used")
+    flags.add_argument(
+        "--size",
+        choices=SIZES,
+        help=f"size of a random model; by default {TARGET_SIZE} for `sampler`, else {LARGE_SIZE}",
+    )
+    waves = ", ".join(f"'{wave}'" for wave in ENGINE_WAVES)
+    flags.add_argument(
+        "--waves",
+        nargs="+",
+        choices=list(ENGINE_WAVES),
+        default=[],
+        metavar="WAVE",
+        help=f"only these of `engines`: {waves}",
+    )
+    flags.add_argument("--home", type=Path, help="directory of random models; one that is there is used")
     flags.add_argument("--device", choices=list(CONCURRENCY), default="cpu", help="where the engines run")
     args: Any = flags.parse_args()
     if args.device == "cuda":
         rows = [row for setup in list_gpu_setups(args) for row in measure(setup, None)]
-        if args.only in (None, "sampler"):
-            from _random_qwen import write_random_qwen
-
-            with tempfile.TemporaryDirectory() as temporary:
-                rows += measure_sampler(write_random_qwen(Path(temporary) / "model"))
-        if args.only == "quantized":
-            from _random_qwen import write_random_qwen
-            from _sampler_gpu import measure_quantized
-
-            with tempfile.TemporaryDirectory() as temporary:
-                rows += measure_quantized(write_random_qwen(Path(temporary) / "model", args.size))
-        if args.only == "prefill":
-            with tempfile.TemporaryDirectory() as temporary:
-                rows += measure_prefill(args.home or Path(temporary), args.size, args.waves, args.vllm_python)
+        if args.only in (None, "sampler", "quantized", "engines"):
+            rows += measure_random_model(args)
         return finish("benchmarks/inference.py: the native engine on a GPU", rows, args)
     if args.check and not (args.smollm2 and args.vllm_python):
         print("SmolLM2 (--smollm2) and vLLM (--vllm-python) are needed for the comparison", file=sys.stderr)
