@@ -127,8 +127,11 @@ def measure_trl(python: str, kind: str, model: Path, micro_batches: Sequence[int
     for size in micro_batches:
         command = [python, script, kind, str(model), str(size)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPETITOR_TIMEOUT_S)
-        if result.returncode == 0:  # otherwise it does not fit into memory
+        is_failed = result.returncode != 0  # it does not fit into memory
+        if not is_failed:
             times.append(json.loads(result.stdout.splitlines()[-1])["step_s"])
+        outcome = "failed" if is_failed else f"{times[-1]:.4g} s a step"
+        print(f"TRL's {kind} with a micro-batch of {size}: {outcome}", flush=True)
     if not times:
         raise SystemExit(f"TRL's {kind} failed with every micro-batch size of {list(micro_batches)}")
     return min(times)
@@ -161,6 +164,13 @@ def table(rows: Sequence[Row]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells)]
     form = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<>>><<<", widths))
     return "\n".join(form.format(*line).rstrip() for line in cells)
+
+
+def show(*rows: Row) -> list[Row]:
+    """Print rows as soon as they are measured, so that a run that is ended early has not lost them, and return them."""
+    for row in rows:
+        print(f"{row.name}: {row.ours:.4g} {row.unit}".rstrip(), flush=True)
+    return list(rows)
 
 
 def finish(title: str, rows: Sequence[Row], args: argparse.Namespace) -> int:

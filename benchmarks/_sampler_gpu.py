@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _check import Row
+from _check import Row, show
 from _random_qwen import VOCAB
 
 WAVES = {  # name: groups, requests in each, tokens of the prompt, new tokens, target of a decode step in ms
@@ -76,18 +76,18 @@ def measure_in_process(model: Path) -> tuple[list[Row], float]:
         run_wave(core, *shape, seed=0)  # captures its graphs
         rounds = [run_wave(core, *shape, seed=seed) for seed in range(1, 1 + ROUNDS)]
         step_ms[name] = min(milliseconds for milliseconds, _ in rounds)
-        rows.append(Row(f"{name}: a decode step", step_ms[name], None, "ms", target))
+        rows += show(Row(f"{name}: a decode step", step_ms[name], None, "ms", target))
         if not speed:
             speed = max(tokens for _, tokens in rounds)
-            rows.append(Row(f"{name}: with prefill", speed, None, "tok/s", TOKENS_PER_SECOND, at_least=True))
-    rows += measure_swaps(core, *next(iter(WAVES.values()))[:4])
+            rows += show(Row(f"{name}: with prefill", speed, None, "tok/s", TOKENS_PER_SECOND, at_least=True))
+    rows += show(*measure_swaps(core, *next(iter(WAVES.values()))[:4]))
     del core
     plain = EngineCore(loaded, EngineConfig(**settings, share_prefixes=False), PolicyVersion("bench"))
     shape = WAVES[LONG][:4]
     run_wave(plain, *shape, seed=0)
     alone, _ = run_wave(plain, *shape, seed=1)
-    rows.append(Row(f"{LONG}: without sharing", alone, None, "ms"))
-    rows.append(Row(f"{LONG}: faster by sharing", alone / step_ms[LONG], None, "x", SHARING_FACTOR, at_least=True))
+    rows += show(Row(f"{LONG}: without sharing", alone, None, "ms"))
+    rows += show(Row(f"{LONG}: faster by sharing", alone / step_ms[LONG], None, "x", SHARING_FACTOR, at_least=True))
     return rows, speed
 
 
@@ -116,8 +116,8 @@ def measure_quantized(model: Path) -> list[Row]:
         settings: dict[str, Any] = {**ENGINE, "device": "cuda", "dtype": "bfloat16", "kv_cache_tokens": 100_000}
         core = EngineCore(loaded, EngineConfig(**settings), PolicyVersion("bench"))
         num_bytes = sum(tensor.nbytes for tensor in (*loaded.module.parameters(), *loaded.module.buffers()))
-        rows.append(Row(f"{base}: weights", num_bytes / 2**30, None, "GiB"))
-        rows.append(Row(f"{base}: peak while loading the weights", peak_bytes / 2**30, None, "GiB"))
+        rows += show(Row(f"{base}: weights", num_bytes / 2**30, None, "GiB"))
+        rows += show(Row(f"{base}: peak while loading the weights", peak_bytes / 2**30, None, "GiB"))
         for name in QUANTIZED_WAVES:
             shape = WAVES[name][:4]
             run_wave(core, *shape, seed=0)
@@ -125,8 +125,8 @@ def measure_quantized(model: Path) -> list[Row]:
             step_ms, speed = min(step for step, _ in rounds), max(tokens for _, tokens in rounds)
             reference = plain.setdefault(name, step_ms)
             target = reference if mode == "4bit" and name == QUANTIZED_WAVES[0] else None
-            rows.append(Row(f"{base}, {name}: a decode step", step_ms, reference if mode else None, "ms", target))
-            rows.append(Row(f"{base}, {name}: with prefill", speed, None, "tok/s"))
+            rows += show(Row(f"{base}, {name}: a decode step", step_ms, reference if mode else None, "ms", target))
+            rows += show(Row(f"{base}, {name}: with prefill", speed, None, "tok/s"))
         description = core.runner.ops_description
         assert description == "Triton", description
         del core, loaded

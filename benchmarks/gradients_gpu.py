@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _check import NO_COMPETITOR, Row, finish, parser
+from _check import NO_COMPETITOR, Row, finish, parser, show
 from _gpu import GROUP_SIZE, PACK_TOKENS, PATH_TOKENS, TraceMaker, make_trainer
 from transformers import (
     AutoTokenizer,
@@ -328,7 +328,7 @@ def main() -> int:
         train(name, trainer, maker, args.lessons)
         rows += compare(name, trainer, MODELS[name], TextTraceMaker(tiny, text), args.kinds)
         if name == FAILING_MODEL:
-            rows.append(compare_after_failed_allocation(name, trainer, TextTraceMaker(tiny, text)))
+            rows += show(compare_after_failed_allocation(name, trainer, TextTraceMaker(tiny, text)))
     if args.smollm2:
         trainer = make_trainer(args.smollm2, PACK_TOKENS, {})
         rows += compare("SmolLM2", trainer, args.smollm2, TextTraceMaker(args.smollm2, text), args.kinds)

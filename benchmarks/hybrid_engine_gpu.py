@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,16 @@ def measure_prefill(core: EngineCore, num_prompts: int, length: int) -> float:
     return min(times[1:])
 
 
+def measure_all(
+    name: str, core: EngineCore, wave: tuple[int, int, int, int], prefills: Sequence[tuple[int, int]]
+) -> tuple[float, float, list[float]]:
+    """Return the milliseconds of a decode step, its share of CUDA graphs, and the milliseconds of each prefill."""
+    step, replayed = measure_step(core, wave)
+    times = [measure_prefill(core, *prompts) for prompts in prefills]
+    print(f"{name}: a decode step {step:.4g} ms, prefills {', '.join(f'{time:.4g}' for time in times)} ms", flush=True)
+    return step, replayed, times
+
+
 @torch.no_grad()
 def measure_difference(core: EngineCore) -> float:
     """Return the mean difference of the samples' logprobs from the model's own code.
@@ -174,11 +185,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         configs = SHAPES[options.shape](small)
         core = build_core(configs["dense"], Path(scratch) / "dense", small)
-        dense, _ = measure_step(core, wave)
-        dense_prefills = [measure_prefill(core, *prompts) for prompts in prefills]
+        dense, _, dense_prefills = measure_all("dense", core, wave, prefills)
         core = build_core(configs["hybrid"], Path(scratch) / "hybrid", small)
-        hybrid, replayed = measure_step(core, wave)
-        hybrid_prefills = [measure_prefill(core, *prompts) for prompts in prefills]
+        hybrid, replayed, hybrid_prefills = measure_all("hybrid", core, wave, prefills)
         difference = measure_difference(core)
     rows = [
         Row("a decode step of the hybrid", hybrid, None, "ms"),

@@ -320,8 +320,8 @@ def measure_sampler(directory: Path) -> list[Row]:
             prompts = build_prompts(groups, size, length, seed)
             started = time.perf_counter()
             speeds.append(wave(prompts, new_tokens, seed) / (time.perf_counter() - started))
+    print("tok/s through HTTP: " + " ".join(f"{speed:.0f}" for speed in speeds), flush=True)
     rows, in_process = measure_in_process(directory)
-    print("tok/s through HTTP: " + " ".join(f"{speed:.0f}" for speed in speeds))
     share = Row(
         f"{name}: through HTTP, share of in process", max(speeds) / in_process, None, "x", HTTP_SHARE, at_least=True
     )

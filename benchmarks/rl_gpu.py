@@ -40,7 +40,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _check import NO_COMPETITOR, Row, finish, measure_trl, parser
+from _check import NO_COMPETITOR, Row, finish, measure_trl, parser, show
 from _loop import RunObservation, find_first_window, observe_run, ramify_command
 
 from ramify.env.tasksets import reversal
@@ -417,7 +417,7 @@ def speed(home: Path, args: Any) -> list[Row]:
             resumed = observe(flags=[*flags, "--max-steps", str(args.speed_steps + 1)])
             count = len(resumed.metrics["train/seconds"]) - len(observation.metrics["train/seconds"])
             step_rows.append(Row("steps after loading the last checkpoint", count, None, "", 1, at_least=True))
-        rows += set_targets(step_rows, args.size, max_staleness, trl_step)
+        rows += show(*set_targets(step_rows, args.size, max_staleness, trl_step))
     return rows
 
 
@@ -459,7 +459,9 @@ def tail(home: Path, args: Any) -> list[Row]:
         observation = observe_run(home, config, name, timeout=TIMEOUT)
         step_rows = _step_rows(observation)
         steps[max_staleness] = step_rows[0].ours
-        rows += [Row(f"max_staleness {max_staleness}: {row.name}", row.ours, None, row.unit) for row in step_rows]
+        rows += show(
+            *(Row(f"max_staleness {max_staleness}: {row.name}", row.ours, None, row.unit) for row in step_rows)
+        )
         stalest = max(observation.metrics.get("staleness/max", [0.0]))
         rows.append(Row(f"max_staleness {max_staleness}: largest staleness", stalest, None, "steps", max_staleness))
     speedup = steps[0] / steps[TAIL_STALENESS]
@@ -608,7 +610,7 @@ def main() -> int:
         rows.append(Row("warm-up by ramify sft", seconds, None, "s"))
         for run in (learn, mismatch, distil):
             if args.only in (None, run.__name__):
-                rows += run(home, model, args)
+                rows += show(*run(home, model, args))
     return finish(
         f"benchmarks/rl_gpu.py: {Path(args.name).name} learns reverse-text on one {_device(args)}", rows, args
     )

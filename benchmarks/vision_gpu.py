@@ -182,6 +182,7 @@ def main() -> int:
         for seed in (1, 2):  # the first of them compiles and captures
             other = Workload(config, side, text_tokens, seed)
             sample_seconds = sample(core, other.build_requests(core, reply_tokens, trainable=False))
+            print(f"sampling without logit_bias: {sample_seconds:.4g} s", flush=True)
         del core
         policy = load_policy(directory, load_loss("dppo", {}), device=device)
     if options.freeze_vision:
