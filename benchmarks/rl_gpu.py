@@ -29,6 +29,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import random
 import shutil
 import statistics
@@ -422,10 +423,14 @@ def speed(home: Path, args: Any) -> list[Row]:
 
 
 def set_targets(rows: Sequence[Row], size: str, max_staleness: int, trl_step: float | None) -> list[Row]:
-    """Return the rows of `speed` with the targets of asynchronous runs, and beside TRL."""
+    """Return the rows of `speed` with the targets of asynchronous runs, and beside TRL.
+
+    A row that has a target and is missing is NaN, which misses it.
+    """
     targets = SPEED_TARGETS.get(size, {}) if max_staleness else {}
+    missing = [Row(name, math.nan, None, "") for name in targets if name not in {row.name for row in rows}]
     result: list[Row] = []
-    for row in rows:
+    for row in (*rows, *missing):
         target, at_least = targets.get(row.name, (row.target, row.at_least))
         reference = trl_step if row.name == "a step" else row.reference
         name = f"max_staleness {max_staleness}: {row.name}"
