@@ -78,7 +78,7 @@ def test_layout_holds_each_trained_path_token_once(attempts):
     entries, _, _ = expected(attempts, paths)
     needed = {numbers for entry in entries for numbers in paths.up(entry.path)}
     laid_out = paths_of(forest, paths)
-    assert len(laid_out) == len(set(laid_out)) == forest.num_tokens
+    assert len(laid_out) == len(set(laid_out)) == forest.num_tokens == forest.unique_tokens
     assert set(laid_out) == needed
 
 

@@ -62,7 +62,8 @@ def test_each_tree_is_in_one_pack_and_sees_only_itself(batch, bucket):
 
     assert shapes(rows) == shapes(trees)
     assert sum(row.num_tokens for row in rows) == sum(tree.num_tokens for tree in trees)
-    assert sum(row.flat_tokens for row in rows) == sum(tree.flat_tokens for tree in trees)
+    for name in ("flat_tokens", "unique_tokens"):
+        assert sum(getattr(row, name) for row in rows) == sum(getattr(tree, name) for tree in trees)
 
 
 @given(batches(), st.integers(1, 8))

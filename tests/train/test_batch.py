@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ramify.core.errors import DataCorrupt
 from ramify.model.pack_layout import PackLayout
-from ramify.trace import Forest, Targets, build_forest, make_padding_forest, split_forest
-from ramify.train.batch import Batch, PackSpec, count_unique_tokens, pack_forests, repack, split_across_ranks
+from ramify.trace import Forest, Targets, build_forest, make_padding_forest
+from ramify.train.batch import Batch, PackSpec, pack_forests, repack, split_across_ranks
 from ramify.train.batch_codec import decode_batch, encode_batch
 from tests.support.forests import Size, group
 
@@ -61,7 +61,7 @@ def test_a_decoded_batch_equals_the_encoded_one_and_its_arrays_are_views(seed):
             np.testing.assert_array_equal(get_columns(actual)[name], column)
             if column.size:
                 assert np.shares_memory(get_columns(actual)[name], buffer)
-        for name in ("traces", "envs", "versions", "media", "flat_tokens", "dropped"):
+        for name in ("traces", "envs", "versions", "media", "flat_tokens", "unique_tokens", "dropped"):
             assert getattr(actual, name) == getattr(expected, name)
         assert count_entries([actual]) == count_entries([expected])
 
@@ -119,14 +119,12 @@ train.load_loss("ppo")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@given(st.integers(0, 10_000))
-def test_unique_tokens_of_chains_are_distinct_prefixes(seed):
-    forests = [build_forest([attempt.sample() for attempt in group(Random(seed + i), SIZE, f"g{i}-")]) for i in (0, 1)]
-    packs = pack_forests(forests, 256, PackLayout.CHAINS)
-    prefixes = {
-        tuple(chain.token_ids[:stop].tolist())
-        for forest in forests
-        for chain in split_forest(forest, 0)
-        for stop in range(1, len(chain) + 1)
-    }
-    assert count_unique_tokens(packs) == len(prefixes) <= sum(pack.num_tokens for pack in packs)
+@given(st.integers(0, 10_000), st.sampled_from(PackLayout), st.sampled_from([0, 40, 256]))
+def test_packs_keep_the_number_of_unique_tokens_however_they_repeat_them(seed, layout, pack_tokens):
+    groups = [group(Random(seed + i), SIZE, f"g{i}-") for i in (0, 1)]
+    forests = [build_forest([attempt.sample() for attempt in group]) for group in groups]
+    packs = pack_forests(forests, pack_tokens, layout)
+    unique = sum(forest.unique_tokens for forest in forests)
+    assert sum(pack.unique_tokens for pack in packs) == unique <= sum(pack.num_tokens for pack in packs)
+    batch = repack(split_across_ranks(Batch.from_packs(0, packs), PackSpec(), 2), PackSpec(layout, 60), flat=True)
+    assert sum(pack.unique_tokens for pack in batch.packs) == unique

@@ -257,15 +257,19 @@ def test_metric_sums_of_ranks_add_up_to_those_of_one_rank():
         np.testing.assert_allclose(merged.rows_by_key[key], row, rtol=1e-6)
 
 
-def test_chain_cost_is_what_a_forest_would_save():
+def test_chain_cost_is_what_packs_repeat():
     forests = build_forests()
     unique = sum(forest.num_tokens for forest in forests)
     chains = pack_forests(forests, 1000, PackLayout.CHAINS)
     metrics = Trainer(build_policy(SEQUENTIAL), TrainerConfig()).step(Batch.from_packs(0, chains)).to_dict()
-    assert metrics["forest/chain_cost"] == pytest.approx(metrics["forest/tokens"] / unique, rel=0.01)  # of all groups
+    assert metrics["forest/chain_cost"] == metrics["forest/tokens"] / unique
     assert metrics["forest/chain_cost"] > 1.5
+    trainer = Trainer(build_policy(HYBRIDS["lfm2"]), TrainerConfig())
     batch = Batch.from_packs(0, pack_forests(forests, 1000))
-    assert Trainer(build_policy(HYBRIDS["lfm2"]), TrainerConfig()).step(batch).to_dict()["forest/chain_cost"] == 1
+    assert trainer.step(batch).to_dict()["forest/chain_cost"] == 1
+    pieces = pack_forests(forests, max(map(len, forests)) - 1)  # the largest tree is split, and repeats its prompt
+    metrics = trainer.step(Batch.from_packs(0, [*pieces, make_padding_forest(16)])).to_dict()
+    assert metrics["forest/chain_cost"] == metrics["forest/tokens"] / unique > 1
     assert "forest/chain_cost" not in make_trainer().step(batch).to_dict()
 
 

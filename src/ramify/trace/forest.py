@@ -123,8 +123,9 @@ class Forest:
     """Trees laid out depth first, their targets, and the tables that the targets refer to.
 
     Targets are sorted by call, then by depth. The tables `traces`, `envs` and `versions` may hold more than this
-    forest uses. `flat_tokens` is the number of tokens of the same paths without prefix sharing; after a split only the
-    first piece carries it.
+    forest uses. `flat_tokens` is the number of tokens of the same paths without prefix sharing, `unique_tokens` the
+    number of tokens of the trees that `build_forest` returned. After a split only the first piece carries them, so
+    their sums over packs do not depend on what packs repeat.
     """
 
     token_ids: Int32Array
@@ -138,6 +139,7 @@ class Forest:
     versions: tuple[PolicyVersion, ...] = ()
     media: tuple[MediaSpan, ...] = ()
     flat_tokens: int = 0
+    unique_tokens: int = 0
     dropped: DroppedTargets = field(default_factory=DroppedTargets)
 
     def __len__(self) -> int:
@@ -289,6 +291,7 @@ def concat_forests(forests: Sequence[Forest]) -> Forest:
         versions=tuple(versions.values),
         media=tuple(media),
         flat_tokens=sum(forest.flat_tokens for forest in forests),
+        unique_tokens=sum(forest.unique_tokens for forest in forests),
         dropped=DroppedTargets(
             tuple(call for forest in forests for call in forest.dropped.overlong_calls),
             sum(forest.dropped.num_truncated_tokens for forest in forests),

@@ -213,6 +213,7 @@ def build_forest(
         versions=group.versions,
         media=_collect_media_spans(graphs, layout_indices),
         flat_tokens=flat_tokens,
+        unique_tokens=len(token_ids),
         dropped=group.dropped,
     )
 

@@ -37,7 +37,8 @@ def split_forest(forest: Forest, max_tokens: int) -> list[Forest]:
         forest.select(_build_segment_mask(segments, subtrees), indices)
         for subtrees, indices in zip(pieces, calls, strict=True)
     )
-    return [replace(first, flat_tokens=forest.flat_tokens, dropped=forest.dropped), *others]
+    first = replace(first, flat_tokens=forest.flat_tokens, unique_tokens=forest.unique_tokens, dropped=forest.dropped)
+    return [first, *others]
 
 
 def _find_fitting_subtrees(segments: StructuredArray, sizes: Int32Array, max_tokens: int) -> list[int]:

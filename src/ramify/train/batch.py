@@ -42,22 +42,6 @@ def count_entries(forests: Sequence[Forest]) -> dict[str, int]:
     return {**totals, START_REFERENCE_COUNT: num_start} if num_start else totals
 
 
-def count_unique_tokens(packs: Sequence[Forest]) -> int:
-    """Return the number of tokens that packs of chains have if equal prefixes count once."""
-    chains = [
-        chain
-        for pack in packs
-        for chain in np.split(pack.token_ids[: pack.num_tokens], pack.segments["start"][pack.segments["parent"] < 0])
-    ]
-    num_unique, previous = 0, np.empty(0, np.int32)
-    for chain in sorted(chains, key=lambda chain: chain.astype(">u4").tobytes()):  # neighbours share the most
-        length = min(len(chain), len(previous))
-        equal = chain[:length] == previous[:length]
-        num_unique += len(chain) - (length if equal.all() else int(equal.argmin()))
-        previous = chain
-    return num_unique
-
-
 class PackSpec(msgspec.Struct, frozen=True):
     """How a trainer wants its packs: their layout and size, and what they cost it."""
 

@@ -48,6 +48,7 @@ class _PackHeader(msgspec.Struct, array_like=True):
     too_long: tuple[tuple[str, int], ...]
     cut_tokens: int
     top_k: int = 0
+    unique_tokens: int = 0
 
 
 class _BatchHeader(msgspec.Struct, array_like=True):
@@ -79,6 +80,7 @@ def encode_batch(batch: Batch) -> bytes:
                 too_long=pack.dropped.overlong_calls,
                 cut_tokens=pack.dropped.num_truncated_tokens,
                 top_k=pack.targets.ref_top.shape[1] if pack.targets.ref_top.size else 0,
+                unique_tokens=pack.unique_tokens,
             )
         )
         columns += [pack.token_ids, pack.position_ids, pack.subtree_end]
@@ -142,5 +144,6 @@ def _decode_forest(header: _PackHeader, columns: Iterator[npt.NDArray[Any]]) -> 
         versions=tuple(PolicyVersion(*version) for version in header.versions),
         media=tuple(MediaSpan(*span) for span in header.media),
         flat_tokens=header.flat_tokens,
+        unique_tokens=header.unique_tokens,
         dropped=DroppedTargets(header.too_long, header.cut_tokens),
     )

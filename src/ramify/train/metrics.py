@@ -115,7 +115,7 @@ class MetricSums:
     tokens: int = 0
     padding: int = 0
     flat_tokens: int = 0
-    unique_tokens: int = 0  # of models with recurrent layers: equal prefixes count once; else 0
+    unique_tokens: int = 0  # of models with recurrent layers: tokens of the trees before packing; else 0
     flops: float = 0.0
     images: int = 0  # images that the vision tower encoded
 
@@ -168,7 +168,7 @@ class MetricAccumulator:
         self._host_sums.flops += flops
 
     def add_unique_tokens(self, count: int) -> None:
-        """Add the unique tokens of packs of chains."""
+        """Add the unique tokens of the packs of a model with recurrent layers."""
         self._host_sums.unique_tokens += count
 
     def flatten_device_values(self, device: torch.device) -> Tensor:
@@ -264,7 +264,7 @@ class StepMetrics:
 
     @property
     def chain_cost(self) -> float | None:
-        """Tokens over unique tokens: what chains cost that share no prefixes; None for forests."""
+        """Tokens over unique tokens: what prefixes cost that packs repeat; None without recurrent layers."""
         return self.sums.tokens / self.sums.unique_tokens if self.sums.unique_tokens else None
 
     def to_dict(self) -> Mapping[str, float]:

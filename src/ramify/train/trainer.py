@@ -21,7 +21,7 @@ from ramify.model.device_memory import describe_shortage, is_out_of_memory
 from ramify.model.pack_layout import PackLayout
 from ramify.trace import Forest
 from ramify.train.activation_limits import ActivationBudget, ActivationLimits
-from ramify.train.batch import Batch, count_unique_tokens
+from ramify.train.batch import Batch
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import gather_full_tensor
 from ramify.train.master_weights import MasterWeights
@@ -118,10 +118,8 @@ class Trainer:
         if self.token_stats is not None:
             self.token_stats.clear()
         accumulator = MetricAccumulator(batch.step)
-        if self.policy.layout is PackLayout.CHAINS:
-            accumulator.add_unique_tokens(count_unique_tokens(batch.packs))
-        elif self.policy.has_recurrence:
-            accumulator.add_unique_tokens(sum(pack.num_tokens for pack in batch.packs))
+        if self.policy.has_recurrence or self.policy.layout is PackLayout.CHAINS:
+            accumulator.add_unique_tokens(sum(pack.unique_tokens for pack in batch.packs))
         images = self.encode_images(batch.packs)
         for pack in batch.packs:
             inputs = self.prepare_inputs(pack, images)
