@@ -62,7 +62,7 @@ async def test_phases_are_reported_in_order_and_timed():
     trace = await run_one(
         load_env(Slow),
         ["42"],
-        on_progress=lambda phase, trace: phases.append((phase, len(trace.sampled_nodes))),
+        on_progress=lambda phase, calls: phases.append((phase, calls)),
     )
     assert phases == [
         ("boot", 0),
@@ -88,7 +88,7 @@ async def test_concurrent_attempts_start_in_separate_loop_iterations():
             iterations += 1
             await asyncio.sleep(0)
 
-    def on_progress(phase, trace) -> None:
+    def on_progress(phase, calls) -> None:
         if phase == "boot":
             start_iterations.append(iterations)
 

@@ -140,7 +140,7 @@ async def test_only_the_lost_request_is_sent_again():
 
     engine = ScriptedEngine(["one", "two"])
 
-    def on_progress(phase: str, _: Trace) -> None:
+    def on_progress(phase: str, _: int) -> None:
         phases.append(phase)
         if phase == "turn":
             engine.gate.clear()  # the next request gets no answer

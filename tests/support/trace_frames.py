@@ -53,11 +53,10 @@ class Frame:
 def take_apart(data: bytes) -> Frame:
     _, schema, kind, _, head_length, _ = PREFIX.unpack_from(data)
     head = msgspec.msgpack.decode(data[PREFIX.size : PREFIX.size + head_length])
-    marks = zip(head.get("since", [0] * 8), head.get("until", [0] * 8), strict=True)
     offset = up(PREFIX.size + head_length)
     columns: dict[str, np.ndarray] = {}
-    for (name, size), (since, until) in zip(COLUMNS.items(), marks, strict=False):
-        length = size * (until - since)
+    for (name, size), count in zip(COLUMNS.items(), head.get("until", [0] * 8), strict=False):
+        length = size * count
         columns[name] = np.frombuffer(data[offset : offset + length], np.uint8).copy()
         offset += up(length)
     extras: list[bytes] = []

@@ -22,7 +22,6 @@ from ramify.trace import (
     ModelCall,
     Trace,
     TraceBuilder,
-    TraceDeltaDecoder,
     VersionSpan,
     codec,
     decode_episode,
@@ -249,9 +248,8 @@ NODE_NONSENSE = {
 @pytest.mark.parametrize("change", NODE_NONSENSE.values(), ids=NODE_NONSENSE.keys())
 def test_inconsistent_tables_raise(change: tuple[str, int, str, int]):
     frame = frames.take_apart(encode_trace(small_trace())).row(*change)
-    for read in (decode_trace, lambda data: TraceDeltaDecoder().apply(data)):
-        with pytest.raises(DataCorrupt):
-            read(frame.sealed())
+    with pytest.raises(DataCorrupt):
+        decode_trace(frame.sealed())
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 4]), st.integers(0, 100), st.integers(-2, 5)), max_size=3))
@@ -293,9 +291,7 @@ HEAD_NONSENSE: dict[str, Callable[[dict], object]] = {
     "a header that is a list": lambda head: head.update(header=[1]),
     "a mark too short": lambda head: head.update(until=head["until"][:4]),
     "a mark of text": lambda head: head.update(until=["x"] * 8),
-    "a mark before the start": lambda head: head.update(since=[-1] * 8),
-    "a mark in the middle": lambda head: head.update(since=[1, 0, 0, 0, 0, 0, 0, 0]),
-    "a mark that went back": lambda head: head["until"].__setitem__(0, -1),
+    "a negative mark": lambda head: head["until"].__setitem__(0, -1),
     "a huge mark": lambda head: head["until"].__setitem__(1, 2**62),
     "a mark of more policies": lambda head: head["until"].__setitem__(6, 3),
     "a mark of more media": lambda head: head["until"].__setitem__(7, 3),

@@ -52,7 +52,7 @@ from ramify.trace import Episode, Trace
 if TYPE_CHECKING:
     from ramify.infer.gateway import Gateway
 
-ProgressCallback = Callable[[str, Trace], None]
+ProgressCallback = Callable[[str, int], None]
 """Called with the phase that an attempt enters ("boot", "setup", "harness", "finalize", "scoring", "done"), and with
 "turn" whenever a model call was recorded."""
 CLOSE_TIMEOUT = 30.0  # seconds for the runtime to stop
@@ -142,7 +142,7 @@ class AttemptRunner:
         self.context = RolloutContext(task, self.trace, self.runtime, random.Random(seed_text))
         self._gateway, self._on_progress = gateway, on_progress
         if on_progress is not None:
-            self.session.on_reply = lambda _: on_progress("turn", self.trace)
+            self.session.on_reply = lambda _: self._report_phase("turn")
 
     async def run(self) -> Episode:
         """Run all phases, clean up, and return the episode."""
@@ -296,7 +296,7 @@ class AttemptRunner:
 
     def _report_phase(self, phase: str) -> None:
         if self._on_progress is not None:
-            self._on_progress(phase, self.trace)
+            self._on_progress(phase, len(self.trace.sampled_nodes))
 
     async def _close(self) -> None:
         """Close the session and stop the runtime. A failure here does not change the result; the trace records it."""

@@ -4,8 +4,6 @@ from .codec import decode_episode as decode_episode
 from .codec import decode_trace as decode_trace
 from .codec import encode_episode as encode_episode
 from .codec import encode_trace as encode_trace
-from .delta import TraceDeltaDecoder as TraceDeltaDecoder
-from .delta import TraceDeltaEncoder as TraceDeltaEncoder
 from .forest import DroppedTargets as DroppedTargets
 from .forest import Forest as Forest
 from .forest import MediaSpan as MediaSpan

@@ -6,8 +6,7 @@ The columns follow the header in a fixed order, each aligned to 8 bytes, with th
 one join, decoding returns numpy views of the received bytes. The checksum covers every byte but itself and is verified
 before anything else is read.
 
-A frame holds what was added after the column lengths `since`. A complete trace is a frame that starts at 0; a delta may
-start later (see `delta`). Offsets in the node table always count from the start of the trace.
+A trace is one such frame; an episode is another kind, whose parts are frames.
 """
 
 import math
@@ -89,18 +88,12 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class TraceFrameHeader(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The header of a frame. Field names are part of the format.
-
-    `since` and `until` are the lengths before and after the frame; `header` is None if it has not changed since the
-    previous frame.
-    """
+    """The header of a frame; `until` has the lengths of its columns. Field names are part of the format."""
 
     trace: str
     attempt: int = 0
-    sequence: int = 0
-    since: ColumnLengths = EMPTY_LENGTHS
     until: ColumnLengths = EMPTY_LENGTHS
-    header: TraceHeader | None = None
+    header: TraceHeader
     policies: list[str] = []
     media: list[Media] = []
     arrays: list[ArraySpec] = []
@@ -112,22 +105,37 @@ _decode_lengths = msgspec.msgpack.Decoder(list[int]).decode
 
 
 def encode_trace(trace: Trace) -> bytes:
-    """Encode a complete trace."""
-    return encode_frame(trace, header=trace.header)
+    """Encode a trace."""
+    graph = trace.graph
+    parts = [byte_view(getattr(graph, name).view) for name in _COLUMNS]
+    array_specs: list[ArraySpec] = []
+    for node, arrays in sorted(graph.arrays.items()):
+        for name, array in arrays.items():
+            array_specs.append(ArraySpec(node, name, array.dtype.newbyteorder("<").str, array.shape))
+            parts.append(byte_view(array.astype(array.dtype.newbyteorder("<"), copy=False)))
+    frame_header = TraceFrameHeader(
+        trace=trace.id,
+        attempt=trace.attempt,
+        until=ColumnLengths.from_graph(graph),
+        header=trace.header,
+        policies=graph.policies,
+        media=graph.media,
+        arrays=array_specs,
+    )
+    return _build_envelope(FRAME_KIND, _encoder.encode(frame_header), parts)
 
 
 def decode_trace(data: bytes | bytearray | memoryview) -> Trace:
     """Decode a trace; its arrays are read-only views of `data`. Raises DataCorrupt."""
-    head, columns = parse_frame(data)
-    if head.header is None or head.since != EMPTY_LENGTHS:
-        raise DataCorrupt("this is a delta, not a complete trace: decode it with TraceDeltaDecoder")
-    graph = MessageGraph()
-    append_frame(graph, head, columns)
-    return build_trace(head.header, graph)
-
-
-def build_trace(header: TraceHeader, graph: MessageGraph) -> Trace:
-    """Return the trace of a decoded header and graph. Raises DataCorrupt if a field is invalid."""
+    frame_header, columns = parse_frame(data)
+    _check_columns(frame_header, *columns[: len(_COLUMNS)])
+    graph, header = MessageGraph(), frame_header.header
+    for name, values in zip(_COLUMNS, columns, strict=False):
+        setattr(graph, name, Column(values))
+    graph.policies, graph.media = frame_header.policies, frame_header.media
+    for spec, array in zip(frame_header.arrays, columns[len(_COLUMNS) :], strict=True):
+        graph.arrays.setdefault(spec.node, {})[spec.name] = array
+    graph.index_runs()
     try:
         return Trace(**{name: getattr(header, name) for name in TraceHeader.__struct_fields__}, graph=graph)
     except OperationInvalid as error:
@@ -153,41 +161,13 @@ def decode_episode(data: bytes | bytearray | memoryview) -> Episode:
 # -- frames --------------------------------------------------------------------------------------------------------
 
 
-def encode_frame(
-    trace: Trace, *, since: ColumnLengths = EMPTY_LENGTHS, header: TraceHeader | None = None, sequence: int = 0
-) -> bytes:
-    """Encode what the trace has beyond the lengths `since`."""
-    graph, until = trace.graph, ColumnLengths.from_graph(trace.graph)
-    parts: list[memoryview] = []
-    for name in _COLUMNS:
-        parts.append(byte_view(getattr(graph, name).view[getattr(since, name) :]))
-    array_specs: list[ArraySpec] = []
-    for node in sorted(node for node in graph.arrays if node >= since.nodes):
-        for name, array in graph.arrays[node].items():
-            array_specs.append(ArraySpec(node, name, array.dtype.newbyteorder("<").str, array.shape))
-            parts.append(byte_view(array.astype(array.dtype.newbyteorder("<"), copy=False)))
-    frame_header = TraceFrameHeader(
-        trace=trace.id,
-        attempt=trace.attempt,
-        sequence=sequence,
-        since=since,
-        until=until,
-        header=header,
-        policies=graph.policies[since.policies :],
-        media=graph.media[since.media :],
-        arrays=array_specs,
-    )
-    return _build_envelope(FRAME_KIND, _encoder.encode(frame_header), parts)
-
-
 def parse_frame(data: bytes | bytearray | memoryview) -> tuple[TraceFrameHeader, list[npt.NDArray[Any]]]:
     """Return the header and the arrays of a frame, first the columns, then the extra arrays; check their sizes."""
     encoded, body = _parse_envelope(data, FRAME_KIND)
     try:
         frame_header = _decode_frame_header(encoded)
         _check_frame_header(frame_header)
-        since, until = frame_header.since, frame_header.until
-        layout = [(dtype, (getattr(until, name) - getattr(since, name),)) for name, dtype in _COLUMNS.items()]
+        layout = [(dtype, (getattr(frame_header.until, name),)) for name, dtype in _COLUMNS.items()]
         layout += [(np.dtype(spec.dtype), spec.shape) for spec in frame_header.arrays]
         views = split_body(body, [dtype.itemsize * math.prod(shape) for dtype, shape in layout])
         parts = zip(views, layout, strict=True)
@@ -196,36 +176,17 @@ def parse_frame(data: bytes | bytearray | memoryview) -> tuple[TraceFrameHeader,
         raise DataCorrupt(f"the header of the frame cannot be read: {error}") from error
 
 
-def append_frame(graph: MessageGraph, frame_header: TraceFrameHeader, columns: Sequence[npt.NDArray[Any]]) -> None:
-    """Append the nodes of a frame to `graph`, whose column lengths must equal the frame's `since`."""
-    _check_columns(frame_header, *columns[: len(_COLUMNS)])
-    for name, values in zip(_COLUMNS, columns, strict=False):
-        column: Column = getattr(graph, name)
-        if column.size:
-            column.extend(values)
-        else:
-            setattr(graph, name, Column(values))
-    graph.policies.extend(frame_header.policies)
-    graph.media.extend(frame_header.media)
-    for spec, array in zip(frame_header.arrays, columns[len(_COLUMNS) :], strict=True):
-        graph.arrays.setdefault(spec.node, {})[spec.name] = array
-    graph.index_runs(frame_header.since.nodes)
-
-
 def _check_frame_header(frame_header: TraceFrameHeader) -> None:
     """Raise DataCorrupt if the lengths, tables and array specs of the header contradict each other."""
-    since, until = frame_header.since, frame_header.until
-    lengths = zip(msgspec.structs.astuple(since), msgspec.structs.astuple(until), strict=True)
-    if any(start < 0 or stop < start for start, stop in lengths):
-        raise DataCorrupt(f"the columns of the frame cannot grow from {since} to {until}")
-    expected = (until.policies - since.policies, until.media - since.media)
-    actual = (len(frame_header.policies), len(frame_header.media))
-    if actual != expected:
-        raise DataCorrupt(f"expected {expected} new policies and media, got {actual}")
+    until, header = frame_header.until, frame_header.header
+    if min(msgspec.structs.astuple(until)) < 0:
+        raise DataCorrupt(f"the columns of the frame cannot have the lengths {until}")
+    counts = (len(frame_header.policies), len(frame_header.media))
+    if counts != (until.policies, until.media):
+        raise DataCorrupt(f"expected {until.policies} policies and {until.media} media, got {counts}")
     if not all(media.has_valid_hash for media in frame_header.media):
         raise DataCorrupt("the hash of a media entry is not the SHA-256 of its data")
-    header = frame_header.header
-    if header is not None and (header.id, header.attempt) != (frame_header.trace, frame_header.attempt):
+    if (header.id, header.attempt) != (frame_header.trace, frame_header.attempt):
         raise DataCorrupt(f"a frame of trace {frame_header.trace!r} has the header of trace {header.id!r}")
     if len({(spec.node, spec.name) for spec in frame_header.arrays}) < len(frame_header.arrays):
         raise DataCorrupt("an array of a node is repeated")
@@ -245,7 +206,6 @@ def _check_columns(
     media_refs: StructuredArray,
 ) -> None:
     """Raise DataCorrupt if the columns break an invariant of the graph; records are checked when they are read."""
-    since, until = frame_header.since, frame_header.until
     if len(tokens) and int(tokens.min()) < 0:
         raise DataCorrupt("a token id is negative")
     if len(nodes) + len(versions) <= MAX_ROWS_IN_PYTHON:
@@ -256,25 +216,25 @@ def _check_columns(
         owners = _owner_nodes(frame_header, media_refs)
         media, start, stop = media_refs["media"], media_refs["start"], media_refs["stop"]
         previous_stop = np.where(np.diff(owners, prepend=-1) == 0, np.roll(stop, 1), 0)
-        valid = (media >= 0) & (media < until.media)
+        valid = (media >= 0) & (media < frame_header.until.media)
         valid &= (previous_stop <= start) & (start < stop) & (stop <= np.asarray(num_tokens)[owners])
         if not valid.all():
             raise DataCorrupt("the media references do not fit their table or their nodes")
     for spec in frame_header.arrays:
-        node = spec.node - since.nodes
+        node = spec.node
         if not 0 <= node < len(nodes) or spec.shape[0] not in (num_tokens[node], num_sampled[node]):
-            raise DataCorrupt(f"array {spec.name!r} of shape {spec.shape} does not fit node {spec.node}")
+            raise DataCorrupt(f"array {spec.name!r} of shape {spec.shape} does not fit node {node}")
 
 
 def _check_few_rows(
     frame_header: TraceFrameHeader, nodes: StructuredArray, versions: StructuredArray
 ) -> tuple[list[int], list[int]]:
     """Do what `_check_many_rows` does, row by row: for a few rows, one numpy call costs more than all of this."""
-    since, until = frame_header.since, frame_header.until
-    node, token_stop, logprob_stop, record_stop = since.nodes, since.tokens, since.logprobs, since.records
+    until = frame_header.until
+    token_stop = logprob_stop = record_stop = 0
     num_tokens: list[int] = []
     num_sampled: list[int] = []
-    for row in nodes.tolist():
+    for node, row in enumerate(nodes.tolist()):
         parent, stop, next_logprob_stop, next_record_stop, sampled_start, sampled_stop, start, end, trainable = row
         size, sampled_size = stop - token_stop, next_logprob_stop - logprob_stop
         if not (
@@ -292,19 +252,18 @@ def _check_few_rows(
         token_stop, logprob_stop, record_stop = stop, next_logprob_stop, next_record_stop
         num_tokens.append(size)
         num_sampled.append(sampled_size)
-        node += 1
     if (token_stop, logprob_stop, record_stop) != (until.tokens, until.logprobs, until.records):
         raise DataCorrupt(f"the parts of the last node do not end at {until}")
     counts: dict[int, int] = {}  # of sampled tokens with a version, by node
-    previous_owner = since.nodes
+    previous_owner = 0
     for owner, policy, _, _, count in versions.tolist():
         if not previous_owner <= owner < until.nodes:
-            raise DataCorrupt("the rows of a table are not in the order of the frame's nodes")
+            raise DataCorrupt("the rows of a table are not in the order of the nodes")
         if not 0 <= policy < until.policies or count < 0:
             raise DataCorrupt("the weight versions do not fit the sampled tokens")
         counts[owner] = counts.get(owner, 0) + count
         previous_owner = owner
-    if any(count != num_sampled[owner - since.nodes] for owner, count in counts.items()):
+    if any(count != num_sampled[owner] for owner, count in counts.items()):
         raise DataCorrupt("the weight versions do not fit the sampled tokens")
     return num_tokens, num_sampled
 
@@ -333,22 +292,19 @@ def _node_sizes(frame_header: TraceFrameHeader, nodes: StructuredArray) -> npt.N
 
     All conditions of all nodes are one array of numbers that must not be negative. Raises DataCorrupt.
     """
-    since, until, num_nodes = frame_header.since, frame_header.until, len(nodes)
+    until, num_nodes = frame_header.until, len(nodes)
     table = nodes.view(np.int32).reshape(num_nodes, len(NODE_DTYPE.fields or ())).T.astype(np.int64)
     parent, stops, trainable = table[0], table[1:4], table[8]
     sampled_start, sampled_stop, content_start, content_stop = table[4:8]
-    starts = np.empty_like(stops)
-    starts[:, 1:] = stops[:, :-1]
-    starts[:, :1] = [[since.tokens], [since.logprobs], [since.records]]
     ends = [until.tokens, until.logprobs, until.records]
-    if (stops[:, -1].tolist() if num_nodes else [since.tokens, since.logprobs, since.records]) != ends:
+    if (stops[:, -1].tolist() if num_nodes else [0, 0, 0]) != ends:
         raise DataCorrupt(f"the parts of the last node do not end at {ends}")
-    sizes = stops - starts
+    sizes = np.diff(stops, prepend=0)
     num_sampled = sampled_stop - sampled_start
     margins = np.array(
         [
             parent + 1,
-            np.arange(since.nodes, until.nodes) - 1 - parent,
+            np.arange(num_nodes) - 1 - parent,
             trainable,
             1 - trainable,
             *sizes,
@@ -362,18 +318,17 @@ def _node_sizes(frame_header: TraceFrameHeader, nodes: StructuredArray) -> npt.N
         ]
     )
     if num_nodes and int(margins.min()) < 0:
-        node = int(np.flatnonzero((margins < 0).any(axis=0))[0]) + since.nodes
+        node = int(np.flatnonzero((margins < 0).any(axis=0))[0])
         raise DataCorrupt(f"node {node} violates the invariants of the message graph")
     return sizes
 
 
 def _owner_nodes(frame_header: TraceFrameHeader, rows: StructuredArray) -> StructuredArray:
-    """Return the node of each row of a table, relative to the first node of the frame."""
+    """Return the node of each row of a table."""
     nodes = rows["node"].astype(np.int64)
-    first, stop = frame_header.since.nodes, frame_header.until.nodes
-    if len(nodes) and (nodes[0] < first or nodes[-1] >= stop or (nodes[1:] < nodes[:-1]).any()):
-        raise DataCorrupt("the rows of a table are not in the order of the frame's nodes")
-    return nodes - first
+    if len(nodes) and (nodes[0] < 0 or nodes[-1] >= frame_header.until.nodes or (nodes[1:] < nodes[:-1]).any()):
+        raise DataCorrupt("the rows of a table are not in the order of the nodes")
+    return nodes
 
 
 # -- the envelope --------------------------------------------------------------------------------------------------

@@ -219,9 +219,9 @@ class MessageGraph:
         self._extend_runs(node, parent)
         return node
 
-    def index_runs(self, first_node: int = 0) -> None:
-        """Update the runs after nodes from `first_node` on were appended directly to the columns."""
-        for node, parent in enumerate(self.nodes.view["parent"][first_node:].tolist(), first_node):
+    def index_runs(self) -> None:
+        """Find the runs after the columns were set directly."""
+        for node, parent in enumerate(self.nodes.view["parent"].tolist()):
             if parent != node - 1 or node == 0:
                 self._extend_runs(node, parent)
 

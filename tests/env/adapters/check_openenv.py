@@ -52,7 +52,7 @@ async def kill_server(python: Path) -> None:
     assert isinstance(env.taskset, OpenEnv) and env.taskset.server is not None
     server, killed = env.taskset.server, list[int]()
 
-    def kill_after_first_reply(phase: str, trace: Any) -> None:
+    def kill_after_first_reply(phase: str, calls: int) -> None:
         if phase == "turn" and not killed:
             killed.append(server.pid)
             os.kill(server.pid, signal.SIGKILL)

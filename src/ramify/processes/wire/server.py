@@ -58,16 +58,12 @@ class IncomingRequest:
         """Return the value of the message. Raises RequestInvalid if it is no `expected_type`."""
         return self.message.decode(expected_type)
 
-    def send_part(self, message: WireMessage) -> bool:
-        """Stream one part of the reply and return True.
-
-        If the client is too slow, skip this part and all later ones, and return False.
-        """
+    def send_part(self, message: WireMessage) -> None:
+        """Stream one part of the reply. If the client is too slow, skip this part and all later ones."""
         if self._streaming and self.session.stream.unacked_bytes > self._server.settings.max_unacked_bytes // 4:
             self._streaming = False
         if self._streaming:
             self._server.driver.submit(self.session, PartHeader(0, 0, self.header.request_id), message.frames)
-        return self._streaming
 
 
 Handler = Callable[[IncomingRequest], Awaitable[WireMessage]]

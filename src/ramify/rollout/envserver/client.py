@@ -27,7 +27,7 @@ from ramify.rollout.envserver.messages import (
     TasksRequest,
 )
 from ramify.run.store import storage_call
-from ramify.trace import Episode, Trace, TraceDeltaDecoder, decode_episode, encode_trace
+from ramify.trace import Episode, Trace, decode_episode, encode_trace
 
 if TYPE_CHECKING:
     from ramify.rollout.attempt import ProgressCallback
@@ -92,8 +92,8 @@ class EnvClient(AsyncService):
     ) -> RolloutResult:
         """Run one rollout. Cancelling this call cancels the rollout.
 
-        `on_progress` is called with each phase and the trace so far; after the loss of a worker, the trace starts
-        over. Raises EnvironmentChanged if the digest of the server's environment is not `environment_digest`.
+        `on_progress` is called with each phase and the number of model calls so far; after the loss of a worker, both
+        start over. Raises EnvironmentChanged if the digest of the server's environment is not `environment_digest`.
         """
         request = RolloutRequest(
             task=task.to_wire() if isinstance(task, Task) else task,
@@ -106,7 +106,13 @@ class EnvClient(AsyncService):
             stream=on_progress is not None,
             environment=environment_digest,
         )
-        on_part = None if on_progress is None else _DeltaAssembler(on_progress).apply
+
+        def report(part: WireMessage) -> None:
+            assert on_progress is not None
+            update = part.decode(RolloutUpdate)
+            on_progress(update.phase, update.calls)
+
+        on_part = None if on_progress is None else report
         message = await self._client.call("run", WireMessage.encode(request), timeout=timeout, on_part=on_part)
         response = message.decode(RolloutResponse)
         return RolloutResult(message.blobs[0], response.worker, response.crashes)
@@ -150,23 +156,6 @@ class EnvClient(AsyncService):
     async def stats(self) -> EnvServerStats:
         """Return the server's counters and scaling decisions."""
         return (await self._client.call("stats", timeout=CONTROL_TIMEOUT)).decode(EnvServerStats)
-
-
-class _DeltaAssembler:
-    """Assembles the trace of a rollout from deltas; a later start replaces an earlier one."""
-
-    def __init__(self, on_progress: "ProgressCallback") -> None:
-        self._on_progress, self._start, self._decoder = on_progress, -1, TraceDeltaDecoder()
-
-    def apply(self, part: WireMessage) -> None:
-        update = part.decode(RolloutUpdate)
-        if update.start < self._start:
-            return
-        if update.start > self._start:
-            self._start, self._decoder = update.start, TraceDeltaDecoder()
-        for delta in part.blobs:
-            self._decoder.apply(delta)
-        self._on_progress(update.phase, self._decoder.trace)
 
 
 class EnvServerProcess(ServerProcess):

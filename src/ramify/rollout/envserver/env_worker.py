@@ -54,11 +54,12 @@ from ramify.rollout.envserver.messages import (
     WorkerReady,
     WorkerSpec,
 )
-from ramify.trace import Episode, Trace, TraceDeltaEncoder, decode_trace, encode_episode
+from ramify.trace import Episode, decode_trace, encode_episode
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
+    from ramify.rollout.attempt import ProgressCallback
 
 POLL_INTERVAL = 0.05  # seconds between two checks for an engine that does not listen yet
 
@@ -252,15 +253,18 @@ class EnvWorker:
         current_task = asyncio.current_task()
         assert current_task is not None
         current_task.set_name(rollout.id)  # so that a hang report names the rollout
-        progress_sender = ProgressSender(rollout, request)
+
+        def send_update(phase: str, calls: int) -> None:
+            request.send_part(WireMessage.encode(RolloutUpdate(phase, calls)))
+
         with RolloutLog(rollout) as rollout_log:
-            episode = await self._run_attempt(rollout, progress_sender)
+            episode = await self._run_attempt(rollout, send_update if rollout.stream else None)
             rollout_log.episode = episode
         encoded = encode_episode(episode)
         self.heap_trimmer.on_rollout_end(len(encoded))
         return WireMessage.encode(RolloutResponse(self.id), encoded)
 
-    async def _run_attempt(self, rollout: RolloutRequest, progress_sender: "ProgressSender") -> Episode:
+    async def _run_attempt(self, rollout: RolloutRequest, on_progress: "ProgressCallback | None") -> Episode:
         return await run_attempt(
             self._with_sampling(rollout.sampling),
             self._parse_task(rollout.task),
@@ -271,7 +275,7 @@ class EnvWorker:
             attempt=rollout.attempt,
             seed=rollout.seed,
             train=rollout.train,
-            on_progress=progress_sender.on_progress,
+            on_progress=on_progress,
         )
 
     async def tasks(self, request: IncomingRequest) -> WireMessage:
@@ -327,23 +331,6 @@ class EnvWorker:
             raise RequestInvalid(f"sampling: {error}") from error
         source = self._env.source.model_copy(update={"sampling": merged})
         return dataclasses.replace(self._env, source=source, sampling_metadata=merged.model_dump(mode="json"))
-
-
-class ProgressSender:
-    """Sends trace deltas of a rollout if the request asks for updates."""
-
-    def __init__(self, rollout: RolloutRequest, request: IncomingRequest) -> None:
-        self._rollout, self._request = rollout, request
-        self._encoder: TraceDeltaEncoder | None = None
-
-    def on_progress(self, phase: str, trace: Trace) -> None:
-        """Send an update; this is the `ProgressCallback` of the rollout."""
-        if phase == "boot":
-            self._encoder = TraceDeltaEncoder(trace)
-        if self._rollout.stream and self._encoder is not None:
-            delta = self._encoder.next_delta()
-            update = RolloutUpdate(self._rollout.start, phase)
-            self._request.send_part(WireMessage.encode(update, *(() if delta is None else (delta,))))
 
 
 class TaskPager:

@@ -26,18 +26,16 @@ class RolloutRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Sampling parameters that override the source's."""
     stream: bool = False
     """Whether to send updates while the rollout runs."""
-    start: int = 0
-    """How often it was started before: a broker counts the workers that were lost."""
     environment: str = ""
     """The digest of the expected environment; a server with another environment refuses the request. Empty: not
     checked."""
 
 
 class RolloutUpdate(msgspec.Struct, forbid_unknown_fields=True):
-    """An update of a running rollout; the blob is a trace delta. A higher `start` replaces all earlier updates."""
+    """What a running rollout does, and how many model calls it has made."""
 
-    start: int
     phase: str
+    calls: int
 
 
 class RolloutResponse(msgspec.Struct, forbid_unknown_fields=True):

@@ -29,7 +29,6 @@ from ramify.rollout.envserver.messages import (
     InfoRequest,
     RolloutRequest,
     RolloutResponse,
-    RolloutUpdate,
     ScoreGroupRequest,
     TaskCount,
 )
@@ -263,13 +262,9 @@ class EnvServer(AsyncService):
     async def _run_on_worker(
         self, worker: WorkerProcess, rollout: RolloutRequest, request: IncomingRequest, deadline: float
     ) -> WireMessage:
-        def forward(part: WireMessage) -> None:
-            rollout.start = max(rollout.start, part.decode(RolloutUpdate).start + 1)
-            request.send_part(part)
-
-        message = WireMessage.encode(rollout)  # `rollout.start` counts on from the last lost worker
-        on_part = forward if rollout.stream else None
-        return await worker.client.call("run", message, timeout=deadline - time.monotonic(), on_part=on_part)
+        on_part = request.send_part if rollout.stream else None
+        timeout = deadline - time.monotonic()
+        return await worker.client.call("run", WireMessage.encode(rollout), timeout=timeout, on_part=on_part)
 
     def _with_counters(
         self, name: str, handler: Callable[[IncomingRequest], Awaitable[WireMessage]]

@@ -282,8 +282,8 @@ class EvalRunner:
     async def _run_from_queue(self, queue: Iterator[PlannedRollout]) -> None:
         for rollout in queue:
 
-            def on_progress(phase: str, trace: Trace, id: str = rollout.id) -> None:
-                self.progress.update_rollout(id, phase, len(trace.sampled_nodes))
+            def on_progress(phase: str, calls: int, id: str = rollout.id) -> None:
+                self.progress.update_rollout(id, phase, calls)
                 self._note_running()
 
             self.progress.start_rollout(rollout.id)
