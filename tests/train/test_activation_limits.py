@@ -199,18 +199,6 @@ def test_a_trial_lowers_the_limits_and_changes_nothing_else():
     assert len(tried.activations.on_lowered.lines) == 1
 
 
-@pytest.mark.parametrize("optimizer_type", ["adamw", "muon"])
-def test_a_trial_holds_the_moments_of_the_optimizer(optimizer_type):
-    config = TrainerConfig(pack_tokens=256, optim={"type": optimizer_type})
-    trainer, num_states = Trainer(build_policy(CONFIGS["llama"]), config), []
-    trainer.policy.register_forward_pre_hook(
-        lambda *_: num_states.append(sum(len(optimizer.state) for optimizer in trainer.optimizer.optimizers))
-    )
-    run_trial(trainer)
-    assert num_states == [len(trainer.master_weights.parameters())] * 2
-    assert not any(optimizer.state for optimizer in trainer.optimizer.optimizers)
-
-
 def test_a_step_for_which_no_limits_suffice_fails_by_name():
     trainer = build_small_trainer(20)
     with pytest.raises(GpuMemoryFull, match=r"no room for a pack of \d+ tokens.*2\.00 GiB\.; use LoRA"):

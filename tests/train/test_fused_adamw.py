@@ -147,6 +147,25 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_not_counted(added,
     assert pair.tensors()[0]["odd/step"] == 3
 
 
+@pytest.mark.promise
+def test_a_trial_update_takes_the_memory_and_changes_nothing():
+    pair, launches = OptimizerPair("8bit"), []
+    (optimizer,) = pair.fused_optimizers.optimizers
+    optimizer.register_step_post_hook(lambda *_: launches.append(len(optimizer.state)))
+    pair.step(0)
+    before = {name: value.clone() for name, value in pair.tensors()[0].items()}
+    with pair.fused_optimizers.fresh_state():
+        pair.masters.allocate_gradients()
+        pair.fused_optimizers.try_update(pair.masters.gradient_norm())
+    pair.masters.zero_grad()
+    assert launches == [len(SHAPES) - 1, len(SHAPES)]
+    after = pair.tensors()[0]
+    assert after.keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    pair.step(1)
+    pair.check()
+
+
 @pytest.mark.skipif(IS_INTERPRETED, reason="a model takes minutes in the interpreter")
 @pytest.mark.parametrize("pack_tokens", [40, 10_000])
 def test_a_trainer_updates_alike_with_and_without_the_fused_optimizer(pack_tokens, monkeypatch):

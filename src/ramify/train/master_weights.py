@@ -104,9 +104,15 @@ class MasterWeights:
 
     @contextmanager
     @torch.no_grad()
-    def joined(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Inside the block, these parameters are float32 and have their gradients; then they are split again."""
+    def joined(self, parameters: Iterable[nn.Parameter], *, keep: bool = True) -> Iterator[None]:
+        """Inside the block, these parameters are float32 and have their gradients; then they are split again.
+
+        Unless `keep`, what the block changes is dropped; weights that are not split are restored from the host.
+        """
+        parameters = list(parameters)
         split = {parameter: parameter.data for parameter in parameters if parameter in self._remainders}
+        unsplit = [] if keep else [_get_local(parameter) for parameter in parameters if parameter not in split]
+        copies = [values.to("cpu", copy=True) for values in unsplit]
         for parameter in split:
             parameter.data = join_float32(parameter.data, self._remainders[parameter])
             gradient = self._gradients.get(parameter)
@@ -117,8 +123,12 @@ class MasterWeights:
             for parameter, upper in split.items():  # their memory stays the same: engines copy from it
                 parameter.grad = None
                 values, remainder = split_float32(parameter.data)
-                parameter.data = upper.copy_(values)
-                self._remainders[parameter].copy_(remainder)
+                parameter.data = upper
+                if keep:
+                    upper.copy_(values)
+                    self._remainders[parameter].copy_(remainder)
+            for values, copy in zip(unsplit, copies, strict=True):
+                values.copy_(copy)
 
     def zero_grad(self, *, num_packs: int = 1) -> None:
         """Drop all gradients. `num_packs` is the number of backward passes whose gradients will be summed."""
@@ -126,6 +136,15 @@ class MasterWeights:
         self._gradients.clear()
         for parameter in self.parameters():
             parameter.grad = None
+
+    def allocate_gradients(self) -> None:
+        """Set all gradients to 0, in the dtype that gradients of several packs have."""
+        self.zero_grad()
+        for parameter in self.parameters():
+            if parameter in self._remainders:
+                self._gradients[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+            else:
+                parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def _collect_gradient(self, parameter: Tensor) -> None:
@@ -160,3 +179,9 @@ class MasterWeights:
         if gradients:
             _foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+
+def _get_local(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of a parameter, in the memory of the parameter."""
+    to_local: Any = getattr(parameter, "to_local", None)
+    return parameter.data if to_local is None else to_local()

@@ -6,6 +6,8 @@ is `fused_adamw`, which also clips and rounds. The schedule is a pure function o
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,17 +85,38 @@ class OptimizersContainer:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            if isinstance(optimizer, torch.optim.AdamW):
-                setattr(optimizer, "found_inf", found_inf)  # noqa: B010 - torch does not declare it
-            elif found_inf:
-                continue
-            if self.fused:
-                clip_divisor = (grad_norm + 1e-6) / (self.config.max_grad_norm or math.inf)
-                setattr(optimizer, "grad_scale", clip_divisor.clamp(min=1.0))  # noqa: B010
-                optimizer.step()
-            else:
-                with self.master_weights.joined(item for group in optimizer.param_groups for item in group["params"]):
-                    optimizer.step()
+            if isinstance(optimizer, torch.optim.AdamW) or not found_inf:
+                self._step(optimizer, grad_norm, found_inf)
+
+    def try_update(self, grad_norm: Tensor) -> None:
+        """Run an update that changes no weight, with the allocations and kernels of a real one. For `fresh_state`."""
+        for optimizer in self.optimizers:
+            self._step(optimizer, grad_norm, torch.ones_like(grad_norm), keep=isinstance(optimizer, torch.optim.AdamW))
+
+    def _step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor, found_inf: Tensor, keep: bool = True) -> None:
+        """Step one optimizer. AdamW changes nothing if `found_inf` is 1; Muon's changes of weights can be dropped."""
+        setattr(optimizer, "found_inf", found_inf)  # noqa: B010 - torch does not declare it
+        if self.fused:
+            clip_divisor = (grad_norm + 1e-6) / (self.config.max_grad_norm or math.inf)
+            setattr(optimizer, "grad_scale", clip_divisor.clamp(min=1.0))  # noqa: B010
+            optimizer.step()
+            return
+        parameters = [item for group in optimizer.param_groups for item in group["params"]]
+        with self.master_weights.joined(parameters, keep=keep):
+            optimizer.step()
+
+    @contextmanager
+    def fresh_state(self) -> Iterator[None]:
+        """Run the block with optimizers that have no moments yet; afterwards they have their former ones again."""
+        states = [dict(optimizer.state) for optimizer in self.optimizers]
+        try:
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+            yield
+        finally:
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                optimizer.state.clear()
+                optimizer.state.update(state)
 
 
 def is_hidden_matrix(name: str, value: nn.Parameter) -> bool:

@@ -164,14 +164,22 @@ class Trainer:
 
         If the norm is not finite, nothing changes. Only Muon waits for the device.
         """
-        if self.optimizer.fused:
-            grad_norm = self.master_weights.gradient_norm()
-        else:
-            max_grad_norm = self.config.optim.max_grad_norm or math.inf
-            grad_norm = gather_full_tensor(self.master_weights.clip_gradients(max_grad_norm))
+        grad_norm = self._clip_gradients()
         learning_rate = self.optimizer.step(step, grad_norm)
         self.master_weights.zero_grad()
         return grad_norm, learning_rate
+
+    def try_optimizer_step(self) -> None:
+        """Do what `optimizer_step` does without changing a weight. For `OptimizersContainer.fresh_state`."""
+        self.optimizer.try_update(self._clip_gradients())
+        self.master_weights.zero_grad()
+
+    def _clip_gradients(self) -> Tensor:
+        """Return the norm of the gradients, which are clipped here unless the fused update does that."""
+        if self.optimizer.fused:
+            return self.master_weights.gradient_norm()
+        max_grad_norm = self.config.optim.max_grad_norm or math.inf
+        return gather_full_tensor(self.master_weights.clip_gradients(max_grad_norm))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ the memory of the largest step, through the same code, and lowers the trainer's 
 layers are compiled here instead of in the first step.
 """
 
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,18 +22,21 @@ PATH_TOKENS = 128  # of a path in the packs of a trial: short, so that every mod
 
 
 def run_trial(trainer: Trainer) -> None:
-    """Run forward and backward over two packs of the largest size, with the optimizer's moments in memory.
+    """Run a step of two packs of the largest size: forward, backward and the optimizer's update.
 
-    Afterwards weights, optimizer and random state are as before. Images are left out.
+    The moments are allocated first, because they are in memory in every step but the first. Afterwards weights,
+    optimizer and random state are as before. Images are left out.
 
-    Raises what `Trainer.forward_backward` raises, and GpuMemoryFull if the moments do not fit.
+    Raises what `Trainer.forward_backward` raises, and GpuMemoryFull if there is no room for the update.
     """
     device, pack = trainer.device, _build_pack(trainer.activations.limits.pack_tokens, trainer.policy.vocab_size)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        _allocate_moments(trainer)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), trainer.optimizer.fresh_state():
+        with _name_shortage():
+            trainer.master_weights.allocate_gradients()
+            trainer.try_optimizer_step()
         trainer.forward_backward(Batch.from_packs(0, [pack, pack]))
-    for optimizer in trainer.optimizer.optimizers:
-        optimizer.state.clear()
+        with _name_shortage():
+            trainer.try_optimizer_step()
     trainer.free_memory()
 
 
@@ -42,24 +46,13 @@ def _build_pack(pack_tokens: int, vocab_size: int) -> Forest:
     return concat_forests([build_chain(ids) for _ in range(pack_tokens // PATH_TOKENS)])
 
 
-def _allocate_moments(trainer: Trainer) -> None:
-    """Make the optimizers allocate their state, by an update that they skip: its gradient norm is not finite.
-
-    Muon allocates nothing in such an update, so its momentum is added.
-    """
+@contextmanager
+def _name_shortage() -> Iterator[None]:
+    """Raise GpuMemoryFull if the block runs out of memory."""
     try:
-        for parameter in trainer.master_weights.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        trainer.optimizer.update(0.0, torch.full((), math.inf, device=trainer.device))
-        for optimizer in trainer.optimizer.optimizers:
-            for parameter in _list_parameters(optimizer) if isinstance(optimizer, torch.optim.Muon) else ():
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, dtype=torch.float32)
+        yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        problem = f"there is no room for gradients and moments: {describe_shortage(error)}"
+        problem = f"there is no room for the optimizer's update: {describe_shortage(error)}"
         raise GpuMemoryFull(f"{problem}; {MEMORY_ADVICE}") from error
-
-
-def _list_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
