@@ -23,7 +23,7 @@ from ramify.model.weights import apply_weights, get_untied_tensors, publish_weig
 from ramify.model.weights_manifest import PublishedAdapters, read_tensor_dtypes, read_tensor_shapes
 from ramify.trace.version import PolicyVersion
 from ramify.train.memory import QUANTIZED_BYTES
-from tests.support.models import HYBRIDS
+from tests.support.models import HYBRIDS, write_qwen3_5_with_images
 from tests.support.training import CONFIGS, build_model
 
 SCALING = 8 / 4
@@ -104,6 +104,19 @@ def test_a_directory_of_adapters_stands_for_the_merged_model(base, tmp_path):
     with torch.no_grad():
         difference = merged(ids).logits - AutoModelForCausalLM.from_pretrained(base)(ids).logits
     assert difference.abs().max() > 0.1
+
+
+def test_adapters_of_the_text_part_of_a_vision_language_model_are_merged_into_it(tmp_path):
+    base = write_qwen3_5_with_images(tmp_path / "base")
+    module = load_engine(base).module
+    directory = publish(module, tmp_path / "version", base)
+    apply_weights(module, stage_weights(directory, module))
+    merged = load_engine_model(directory, dtype="float32", device="cpu").module
+    with torch.no_grad():
+        expected, actual = (
+            _run_check_sequence(each, build_hf_forward(each), num_chunks=1) for each in (module, merged)
+        )
+    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_version_of_another_kind_is_refused(base, tmp_path):

@@ -1,6 +1,7 @@
 """Tiny random models, engines that run them, and images as vision models take them."""
 
 import hashlib
+import json
 import os
 from copy import deepcopy
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,7 +20,9 @@ from transformers import (
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -198,33 +202,53 @@ def write_qwen3_next(directory: Path, seed: int = 0, **settings) -> Path:
     return directory
 
 
+QWEN3_5 = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+
+
 def write_qwen3_5(directory: Path, seed: int = 0, **settings) -> Path:
     """Write a dense model whose weights are exact in bfloat16: linear attention, then full attention."""
     torch.manual_seed(seed)
-    defaults = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "max_position_embeddings": POSITIONS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "initializer_range": 0.2,
-    }
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**defaults | settings))
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**QWEN3_5 | settings))
     _randomize_vectors(model)
     model.bfloat16().float().save_pretrained(directory)
+    return directory
+
+
+def write_qwen3_5_with_images(directory: Path, seed: int = 0, **settings) -> Path:
+    """Write such a model as it is published: with a vision tower, with heads for several tokens, in bfloat16."""
+    torch.manual_seed(seed)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+    config = Qwen3_5Config(
+        text_config=QWEN3_5 | settings, vision_config={**vision, "out_hidden_size": 32}, tie_word_embeddings=True
+    )
+    model = Qwen3_5ForConditionalGeneration(config).bfloat16()
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(32, 64).bfloat16()}, file, {"format": "pt"})
+    file = directory / "config.json"
+    table = json.loads(file.read_text())
+    table["text_config"]["dtype"] = table.pop("dtype")
+    file.write_text(json.dumps(table))
     return directory
 
 

@@ -10,6 +10,7 @@ from copy import deepcopy
 import pytest
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Idefics3Config,
@@ -19,9 +20,12 @@ from transformers import (
     SmolVLMConfig,
 )
 
+from ramify.cli.model import read_model_info
 from ramify.infer.config import EngineConfig
 from ramify.launch.memory import estimate_engine
 from ramify.model.load import load_engine_model
+from ramify.model.pack_layout import TEXT_PART_MODEL_TYPES
+from ramify.model.precision import choose_dtype
 from ramify.model.resolve import resolve_model_path
 from ramify.model.vision import get_vision_tower
 from ramify.model.weights_manifest import read_tensor_shapes
@@ -39,6 +43,8 @@ from tests.support.models import (
     VISION_CONFIGS,
     process,
     write_lfm2,
+    write_qwen3_5,
+    write_qwen3_5_with_images,
     write_qwen3_next,
     write_vision_model,
 )
@@ -115,6 +121,26 @@ def test_a_model_with_recurrent_layers_has_their_states(tmp_path):
     # 2 experts process a token
     assert size.layer_elements == (4 + 2 * 2) * 32 + 3 * 64 + (2 * (3 * 64 + 3 * 32 + 64 * 4) + 3 * 32 + 3 * 16) // 3
     assert ModelSize.from_name("tiny").state_elements == 0
+
+
+def test_only_what_is_loaded_of_a_vision_language_model_is_counted(tmp_path):
+    directory = write_qwen3_5_with_images(tmp_path / "model")
+    loaded = load_engine_model(directory, device="cpu")
+    assert loaded.dtype_choice == choose_dtype("auto", "bfloat16", torch.device("cpu"))  # as its text config says
+    num_parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
+    size = ModelSize.from_name(str(directory))
+    assert size == ModelSize.from_name(str(write_qwen3_5(tmp_path / "text")))
+    assert size is not None and size.num_parameters == num_parameters == read_model_info(str(directory)).num_parameters
+
+
+@pytest.mark.full("imports the code of all causal language models")
+def test_the_table_of_models_that_are_loaded_as_text_is_that_of_transformers():
+    text_only = set()
+    for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
+        text_class = config_class.sub_configs.get("text_config")
+        if text_class is not None and model_class.config_class is text_class:
+            text_only.add(config_class.model_type)
+    assert text_only == TEXT_PART_MODEL_TYPES
 
 
 @pytest.mark.parametrize("is_adjusted", [False, True])

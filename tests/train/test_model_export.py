@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ramify.cli import main
+from ramify.model.load import load_engine_model
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.run import SftResult, run_sft
+from tests.support.models import write_qwen3_5_with_images
 from tests.support.trainer import write_model
+from tools.tiny.tokenizer import VOCAB_SIZE
 
 
-def run_two_steps(home: Path, **trainer) -> SftResult:
+def run_two_steps(home: Path, write_base: Callable[[Path], Path] = write_model, **trainer) -> SftResult:
     """Train two steps, with a checkpoint of each."""
     rows = [{"prompt": word, "completion": word[::-1]} for word in ("hello", "moin", "salut", "ciao")]
     (home / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {
         "name": "run",
         "output": home,
-        "model": {"name": str(write_model(home / "base"))},
+        "model": {"name": str(write_base(home / "base"))},
         "data": {"path": str(home / "data.jsonl")},
         "batch_size": 2,
         "seq_len": 64,
@@ -74,6 +78,26 @@ def test_model_of_a_step_is_the_published_one(finished, tmp_path, capsys):
         assert any(not torch.equal(first[name], value) for name, value in published.items())
     finally:
         shutil.move(moved, finished.weights)
+
+
+@pytest.mark.full("trains one more model")
+def test_a_vision_language_model_of_which_the_text_part_is_trained_is_exported_as_a_text_model(tmp_path, capsys):
+    def write_base(directory: Path) -> Path:
+        write_model(directory)  # for its tokenizer
+        (directory / "generation_config.json").unlink()
+        return write_qwen3_5_with_images(directory, vocab_size=VOCAB_SIZE, max_position_embeddings=1024)
+
+    finished = run_two_steps(tmp_path, write_base)
+    shutil.rmtree(finished.weights)  # so that the model is built from the checkpoint
+    assert main(["export", str(finished.path), "--model", str(tmp_path / "exported")]) == 0
+    _, loading_info = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(loading_info.values())
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("qwen3_5_text", "bfloat16")
+    untrained = load_engine_model(tmp_path / "base", dtype="bfloat16", device="cpu").module.state_dict()
+    trained = load_engine_model(tmp_path / "exported", dtype="bfloat16", device="cpu").module.state_dict()
+    assert trained.keys() == untrained.keys()
+    assert any(not torch.equal(trained[name], value) for name, value in untrained.items())
 
 
 def test_a_run_that_was_rolled_back_publishes_the_weights_that_it_trained_again(tmp_path):

@@ -10,17 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from ramify.core.errors import StorageFailed
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model import Manifest
+from ramify.model.load import load_engine_model
 from ramify.model.shared_weights import Announcement
+from ramify.model.weights import apply_weights, get_untied_tensors, stage_weights
 from ramify.model.weights_manifest import verify_weights
 from ramify.trace import PolicyVersion
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks
+from ramify.train.memory import ModelSize
 from ramify.train.publisher import WeightPublisher, iter_merged_weights
+from tests.support.models import QWEN3_5, write_qwen3_5_with_images
 from tests.support.training import SINGLE_RANK, random_batches
 
 
@@ -44,6 +49,25 @@ def test_published_weights_are_the_rounded_master_weights_and_match_the_model(mo
     state = trainer.policy.model.state_dict()  # the rounded weights that the trainer computes with
     for name, value in load_file(published.path / "model.safetensors").items():
         assert torch.equal(value, state[name]), name
+
+
+def test_the_text_part_of_a_vision_language_model_is_published_as_a_text_model(tmp_path):
+    base = write_qwen3_5_with_images(tmp_path / "base")
+    trainer = make_trainer(base)
+    trainer.step(random_batches(1)[0])
+    published = make_publisher(base, tmp_path).publish(trainer, 0, 1).path
+    config = json.loads((published / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("qwen3_5_text", ["Qwen3_5ForCausalLM"])
+    assert config["dtype"] == "float32" and not any("vision" in key or key == "text_config" for key in config)
+    model, loading_info = AutoModelForCausalLM.from_pretrained(published, output_loading_info=True)
+    assert not any(loading_info.values())
+    loaded = load_engine_model(published, device="cpu")
+    running = load_engine_model(base, dtype="float32", device="cpu")  # as the engine of the run starts
+    apply_weights(running.module, stage_weights(published, running.module))
+    for name, weight in get_untied_tensors(trainer.policy.model).items():
+        assert all(torch.equal(each.state_dict()[name], weight) for each in (model, loaded.module, running.module))
+    assert loaded.eos_ids == running.eos_ids == {QWEN3_5["eos_token_id"]}
+    assert ModelSize.from_name(str(published)) == ModelSize.from_name(str(base))
 
 
 def test_versions_are_removed_only_when_they_are_not_needed(model, tmp_path):

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from rich.table import Table
-from safetensors import SafetensorError, safe_open
 
 from ramify.core.console import PipeConsole
-from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
+from ramify.core.errors import ConfigInvalid, ModelNotFound
 from ramify.model.resolve import PACKAGED_MODELS, fetch_model, resolve_model_path
+from ramify.model.weights_manifest import read_tensor_shapes
 
 MEASUREMENT_LABELS = {
     "well_formed": "reverse-text: well-formed replies",
@@ -73,7 +73,7 @@ def read_model_info(name: str) -> ModelInfo:
     return ModelInfo(
         name,
         path,
-        _count_parameters(path),
+        sum(map(math.prod, read_tensor_shapes(path).values())),
         sum(file.stat().st_size for file in path.iterdir() if file.is_file()),
         {label: config[key] for label, key in CONFIG_LABELS.items() if key in config},
         _read_json_object(record) if record.is_file() else {},
@@ -88,19 +88,6 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelNotFound(f"{path} does not contain a JSON object")
     return cast(dict[str, Any], content)
-
-
-def _count_parameters(directory: Path) -> int:
-    """Count the parameters in the headers of the weight files; tied weights are stored once."""
-    open_weights: Any = safe_open  # it has no type information
-    total = 0
-    for file in directory.glob("*.safetensors"):
-        try:
-            with open_weights(file, "numpy") as weights:
-                total += sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.keys())  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise WeightsRefused(f"{file} is not a safetensors file: {error}") from error
-    return total
 
 
 def _list_models(options: Namespace) -> int:

@@ -98,13 +98,14 @@ def load_engine_model(
     config = load_config(path)
     shape = read_shape(config)
     torch_device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    dtype_choice = choose_dtype(dtype, getattr(config, "dtype", None), torch_device)
+    stored_dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    dtype_choice = choose_dtype(dtype, stored_dtype, torch_device)
     module = load_hf_model(path, config, dtype_choice.dtype, ATTENTION_NAME)
     module.eval().requires_grad_(False)
     if add_adapters is not None:
         add_adapters(module, torch_device)
     module.to(torch_device)
-    eos_ids = collect_token_ids((config, module.generation_config), ["eos_token_id"])
+    eos_ids = collect_token_ids((module.config, module.generation_config), ["eos_token_id"])
     tower, is_hybrid = get_vision_tower(module), len(shape.kv_layers) < shape.num_layers
     state_specs = probe_state_specs(module, ATTENTION_NAME) if is_hybrid else ()
     return LoadedModel(module, path, shape, dtype_choice, torch_device, eos_ids, tower, state_specs)

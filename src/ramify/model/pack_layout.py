@@ -33,6 +33,8 @@ UNSUPPORTED_BY_ENGINE = {
 CONV_WIDTH_SETTINGS = ("linear_conv_kernel_dim", "conv_L_cache")
 MAX_CONV_WIDTH = 4  # tokens that a convolution over a forest reads
 VISION_MODEL_TYPES = {"idefics3", "smolvlm", "qwen3_vl"}  # vision-language models whose images are read
+# Vision-language models of which transformers loads the text part alone, as a causal language model.
+TEXT_PART_MODEL_TYPES = {"emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"}
 MODELS_WITH_SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa"}
 TRAINER_UNIFORM_SETTINGS = {"head_dim", "num_attention_heads", "sliding_window"}  # one value for all layers
 

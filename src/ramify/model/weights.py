@@ -27,6 +27,7 @@ from ramify.core.errors import WeightsMissing, WeightsRefused
 from ramify.core.files import create_directory, fsync_path, write_and_fsync
 from ramify.core.watchdog import watch_storage
 from ramify.model.device_copy import use_own_stream
+from ramify.model.pack_layout import TEXT_PART_MODEL_TYPES
 from ramify.model.weights_manifest import (
     Manifest,
     PublishedAdapters,
@@ -76,7 +77,8 @@ def publish_weights(
 ) -> Path:
     """Write `tensors` as the directory of a version, by rename. Raises WeightsRefused if it exists.
 
-    If `base_model` is given, its config and tokenizer are copied, so that the directory is a complete model. If
+    If `base_model` is given, its config and tokenizer are copied, so that the directory is a complete model; the config
+    of a vision-language model of which only the text part is loaded becomes that part's config. If
     `adapters` is given, the tensors are only adapters; `load_hf_model` merges them into their base model.
     """
     with watch_storage(directory):
@@ -99,6 +101,7 @@ def publish_weights(
         for name in MODEL_FILES:
             if base_model is not None and (base_model / name).is_file():
                 shutil.copyfile(base_model / name, partial_path / name)
+        _write_config_of_text_part(partial_path / CONFIG_FILE)
         _write_dtype_to_config(partial_path / CONFIG_FILE, tensors)
         Manifest(version, files, adapters).write(partial_path)
     return directory
@@ -120,6 +123,18 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise
     path.chmod(mode)
     fsync_path(path)
+
+
+def _write_config_of_text_part(path: Path) -> None:
+    """Replace the config of a vision-language model of which only the text part is loaded by that part's config."""
+    config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    if config.get("model_type") not in TEXT_PART_MODEL_TYPES:
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text_config = config["text_config"]
+    text_config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+    path.write_text(json.dumps(text_config, indent=2), "utf-8")
 
 
 def _write_dtype_to_config(path: Path, tensors: Mapping[str, Tensor]) -> None:

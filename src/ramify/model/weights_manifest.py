@@ -23,6 +23,7 @@ from ramify.core.async_calls import map_in_daemon_threads
 from ramify.core.errors import WeightsRefused
 from ramify.core.files import read_bytes, write_and_fsync
 from ramify.core.watchdog import watch_storage
+from ramify.model.pack_layout import TEXT_PART_MODEL_TYPES
 from ramify.trace.version import PolicyVersion
 
 # The CRC-32 of a file, computed by several threads: one thread would take longer than to write the file.
@@ -97,6 +98,9 @@ def _apply(matrix: tuple[int, ...], value: int) -> int:
 
 
 MANIFEST_FILE = "manifest.json"
+# Parts of the names of weights of vision towers.
+TOWER_NAMES = ("visual.", "vision_model.", "vqmodel.", "connector.", "multi_modal_projector.")
+MTP_PREFIX = "mtp."  # of heads that predict several tokens
 Shape = list[int]
 
 
@@ -185,7 +189,8 @@ def compute_checksum(path: Path) -> str:
 def read_tensor_shapes(directory: Path, files: list[str] | None = None) -> dict[str, Shape]:
     """Return the shape of every tensor in the safetensors files of `directory`, without tied copies.
 
-    Without `files`, a directory of adapters has the tensors of its base model.
+    Without `files`, a directory of adapters has the tensors of its base model, and tensors that are never loaded are
+    left out: heads that predict several tokens, and the tower of a model of which only the text part is loaded.
     """
     if files is None and (adapters := PublishedAdapters.from_directory(directory)) is not None:
         directory = adapters.base_model
@@ -193,8 +198,13 @@ def read_tensor_shapes(directory: Path, files: list[str] | None = None) -> dict[
     shapes: dict[str, Shape] = {}
     for name in names:
         shapes.update(_read_safetensors_header(directory / name))
-    if _has_tied_embeddings(directory):
+    config = _read_config(directory)
+    if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
+    if files is None:
+        is_text_part = config.get("model_type") in TEXT_PART_MODEL_TYPES
+        unloaded = (MTP_PREFIX, *TOWER_NAMES) if is_text_part else (MTP_PREFIX,)
+        shapes = {name: shape for name, shape in shapes.items() if not any(part in name for part in unloaded)}
     return shapes
 
 
@@ -242,8 +252,9 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
         raise WeightsRefused(f"{path} is not a safetensors file: {error!r}") from error
 
 
-def _has_tied_embeddings(directory: Path) -> bool:
+def _read_config(directory: Path) -> dict[str, Any]:
     try:
-        return bool(json.loads((directory / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"))
+        config: Any = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -18,7 +18,7 @@ from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, desc
 from ramify.model.kernels.chunk_plan import CHUNK_SIZE, MIN_CHUNK_ROWS, round_up_width
 from ramify.model.pack_layout import VISION_MODEL_TYPES
 from ramify.model.resolve import resolve_model_path
-from ramify.model.weights_manifest import read_tensor_shapes
+from ramify.model.weights_manifest import TOWER_NAMES, read_tensor_shapes
 from ramify.train.config import TrainerConfig
 
 TORCH_BASE_BYTES = 1 << 30  # of a process with torch, without a model
@@ -30,7 +30,6 @@ MAX_MEMORY_FRACTION = 0.95  # of a device that may be used; estimates include th
 ADAPTER_FRACTION = 7e-4  # parameters of adapters with rank 1, relative to the model
 HEAD_BYTES = 5 << 30  # of the logits, and of their gradients, that the LM head has at a time on a GPU
 GUESSED_ORIGIN = "guessed from its name"
-TOWER_NAMES = ("visual.", "vision_model.", "connector.")  # parts of the names of weights of vision towers
 MLP_OUTPUT_NAMES = (".down_proj.weight", ".w2.weight")  # [hidden_size, intermediate_size]
 IDEFICS3_VISION_DEFAULTS: dict[str, Any] = {  # of transformers, for keys that a config leaves out
     "hidden_size": 1152,

@@ -52,9 +52,10 @@ def _find_dtype(base_model: Path, trainer: TrainerConfig, published: list[Path])
     if trainer.dtype != "auto":
         return getattr(torch, trainer.dtype)
     config_dir = published[-1] if published else base_model
-    table = json.loads((config_dir / "config.json").read_text("utf-8"))
-    name = table.get("dtype") or table.get("torch_dtype") or "float32"
-    return getattr(torch, str(name))
+    config = json.loads((config_dir / "config.json").read_text("utf-8"))
+    tables = (config, config.get("text_config") or {})  # a vision-language model may have it in the latter only
+    names = (table.get(key) for table in tables for key in ("dtype", "torch_dtype"))
+    return getattr(torch, next(filter(None, names), "float32"))
 
 
 def _build_tensors(
