@@ -15,6 +15,7 @@ import uvicorn
 
 from ramify.core.errors import ProviderError
 from ramify.infer.config import ServerConfig
+from ramify.infer.cuda_runner import CudaModelRunner
 from ramify.infer.engine import Engine
 from ramify.infer.request import SamplingParams
 from ramify.infer.response_formatters import IncrementalDetokenizer
@@ -68,7 +69,7 @@ def test_model_card_names_the_operators(http, server):
     runner = server[1].core.runner
     compiled = runner.compiled_ops is not None
     assert (card["operators"] == "compiled") == compiled
-    assert compiled or card["operators"].startswith("Triton" if runner.uses_plans else "torch (")
+    assert compiled or card["operators"].startswith("Triton" if isinstance(runner, CudaModelRunner) else "torch (")
     assert f"ramify_compiled_operators {compiled:d}" in http.get("/metrics").text
 
 

@@ -181,7 +181,7 @@ class Simulation:
     def check_history(self) -> int:
         """Raise AssertionError unless the committed history is one line of descent; return its length."""
         last = CommitEntry()
-        entries = [msgspec.json.decode(data, type=CommitEntry) for _, data in self.log.list_entries()]
+        entries = [msgspec.json.decode(data, type=CommitEntry) for _, data in self.log.iter_entries()]
         for entry in entries:
             assert entry.parent == last.weights, f"{entry} does not continue {last}"
             assert entry.trainer >= last.trainer, f"{entry} was counted after {last}"
@@ -211,7 +211,7 @@ class Head:
     def __init__(self, simulation: Simulation, machine: Machine) -> None:
         self.simulation, self.process = simulation, Process(machine)
         self.token, base = simulation.log.claim_term()
-        entries = dict(simulation.log.list_entries())
+        entries = dict(simulation.log.iter_entries())
         self.committed = msgspec.json.decode(entries[base], type=CommitEntry) if base else CommitEntry()
         self.num_entries, self.pending_append = 0, None
         self.is_replaced = self.is_lost = False

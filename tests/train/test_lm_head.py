@@ -5,9 +5,10 @@ import torch
 
 from ramify.model.logit_transform import LogitTransform
 from ramify.train import lm_head
-from ramify.train.lm_head import compute_logprobs, compute_logprobs_with_top_ids
+from ramify.train.lm_head import compute_logprobs
 
 ROWS, WIDTH, VOCAB = 37, 8, 23
+NO_IDS = torch.empty(ROWS, 0, dtype=torch.int64)
 
 
 @pytest.fixture(params=[1, 10, 1000], ids=lambda rows: f"{rows} rows per chunk")
@@ -30,7 +31,7 @@ def test_logprob_entropy_and_gradients_at_each_rows_temperature(chunked, with_bi
     logits = torch.nn.functional.linear(hidden, weight, bias) / temperature[:, None]
     all_logprobs = logits.log_softmax(-1)
     expected = all_logprobs.gather(1, target_ids[:, None])[:, 0]
-    logprob, entropy = compute_logprobs(hidden, weight, bias, target_ids, temperature)
+    logprob, entropy, _ = compute_logprobs(hidden, weight, bias, target_ids, temperature, NO_IDS)
     torch.testing.assert_close(logprob, expected)
     torch.testing.assert_close(entropy, -(all_logprobs.exp() * all_logprobs).sum(-1).detach())
     assert not entropy.requires_grad
@@ -49,7 +50,7 @@ def test_a_scale_and_a_soft_cap_have_exact_gradients(chunked, transform):
     all_logprobs = (logits / temperature[:, None]).log_softmax(-1)
     expected = all_logprobs.gather(1, torch.cat([target_ids[:, None], top_ids], 1))
     columns = target_ids, temperature, top_ids
-    logprob, entropy, top_logprob = compute_logprobs_with_top_ids(hidden, weight, bias, *columns, transform)
+    logprob, entropy, top_logprob = compute_logprobs(hidden, weight, bias, *columns, transform)
     actual = torch.cat([logprob[:, None], top_logprob], 1)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(entropy, -(all_logprobs.exp() * all_logprobs).sum(-1).detach())
@@ -64,10 +65,10 @@ def test_a_scale_and_a_soft_cap_have_exact_gradients(chunked, transform):
 def test_bfloat16_sums_the_weights_gradient_in_float32(chunked):
     hidden, weight, _, target_ids, temperature = build_inputs(False)
     hidden, weight = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_()
-    logprob, _ = compute_logprobs(hidden, weight, None, target_ids, temperature)
+    logprob, *_ = compute_logprobs(hidden, weight, None, target_ids, temperature, NO_IDS)
     (grad,) = torch.autograd.grad(logprob.sum(), weight)
     exact_weight = weight.float().detach().requires_grad_()
-    exact_logprob, _ = compute_logprobs(hidden.float(), exact_weight, None, target_ids, temperature)
+    exact_logprob, *_ = compute_logprobs(hidden.float(), exact_weight, None, target_ids, temperature, NO_IDS)
     assert grad.dtype == torch.bfloat16
     logprobs = torch.log_softmax(hidden.float() @ exact_weight.t() / temperature[:, None], -1)
     (expected_grad,) = torch.autograd.grad(logprobs.gather(1, target_ids[:, None]).sum(), exact_weight)
@@ -77,7 +78,7 @@ def test_bfloat16_sums_the_weights_gradient_in_float32(chunked):
 
 def test_a_frozen_head_gets_no_gradient(chunked):
     hidden, weight, _, target_ids, temperature = build_inputs(False)
-    logprob, _ = compute_logprobs(hidden, weight.detach(), None, target_ids, temperature)
+    logprob, *_ = compute_logprobs(hidden, weight.detach(), None, target_ids, temperature, NO_IDS)
     logprob.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None

@@ -15,7 +15,7 @@ from ramify.trace.annotation import TOP_DTYPE
 from ramify.train import lm_head
 from ramify.train.batch import Batch, pack_forests
 from ramify.train.batch_codec import decode_batch, encode_batch
-from ramify.train.lm_head import compute_logprobs_with_top_ids
+from ramify.train.lm_head import compute_logprobs
 from ramify.train.losses import compute_top_kl
 from tests.support.forests import Attempt
 from tests.support.training import (
@@ -90,7 +90,7 @@ def test_the_chunked_head_returns_the_logprobs_of_several_tokens_with_gradients(
     temperature = torch.linspace(0.5, 2.0, ROWS)
     logprobs = (hidden @ weight.t() / temperature[:, None]).log_softmax(-1)
     expected = [logprobs.gather(1, target_ids[:, None])[:, 0], logprobs.gather(1, top_ids)]
-    logprob, _, top_logprob = compute_logprobs_with_top_ids(hidden, weight, None, target_ids, temperature, top_ids)
+    logprob, _, top_logprob = compute_logprobs(hidden, weight, None, target_ids, temperature, top_ids)
     grads = [torch.randn(ROWS), torch.randn(ROWS, TOP_K)]
     actual = torch.autograd.grad([logprob, top_logprob], [hidden, weight], grads)
     for got, want in zip(actual, torch.autograd.grad(expected, [hidden, weight], grads)):

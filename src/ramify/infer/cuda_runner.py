@@ -149,8 +149,6 @@ class CapturedGraph:
 class CudaModelRunner(ModelRunner):
     """A `ModelRunner` that can launch steps. Needs Triton."""
 
-    uses_plans = True
-
     def __init__(
         self,
         model: LoadedModel,

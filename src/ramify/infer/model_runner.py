@@ -73,8 +73,6 @@ class ModelRunner:
     of recurrent layers, if there are any.
     """
 
-    uses_plans = False  # whether steps have attention plans
-
     def __init__(
         self,
         model: LoadedModel,

@@ -27,26 +27,13 @@ def compute_logprobs(
     bias: Tensor | None,
     target_ids: Tensor,
     temperature: Tensor,
-    transform: LogitTransform = IDENTITY,
-) -> tuple[Tensor, Tensor]:
-    """Return the logprob of the target token and the entropy of each row of `hidden` [rows, width], in float32.
-
-    Gradients flow through the logprob only.
-    """
-    no_ids = target_ids.new_empty(len(target_ids), 0)
-    return compute_logprobs_with_top_ids(hidden, weight, bias, target_ids, temperature, no_ids, transform)[:2]
-
-
-def compute_logprobs_with_top_ids(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target_ids: Tensor,
-    temperature: Tensor,
     top_ids: Tensor,
     transform: LogitTransform = IDENTITY,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `compute_logprobs` returns, and the logprobs of the tokens `top_ids` [rows, k] with gradients."""
+    """Return the logprob of the target token and the entropy of each row of `hidden` [rows, width], in float32.
+
+    The third result are the logprobs of the tokens `top_ids` [rows, k]. The entropy has no gradient.
+    """
     result: Any = _ChunkedLogprobs.apply(hidden, weight, bias, target_ids, 1.0 / temperature, top_ids, transform)
     return result
 

@@ -33,7 +33,7 @@ from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall,
 from ramify.trace.forest import START_LOGPROB
 from ramify.train import recompute
 from ramify.train.batch import START_REFERENCE_COUNT, pack_forests
-from ramify.train.lm_head import compute_logprobs_with_top_ids
+from ramify.train.lm_head import compute_logprobs
 from ramify.train.losses import Entries, LossFunction, ce, dppo, kl, ref_kl
 from ramify.train.model_inputs import ModelInputs, build_model_inputs
 
@@ -156,7 +156,7 @@ class PolicyModel(nn.Module):
         head_inputs = inputs.head_inputs  # built here, while the device runs the layers
         hidden = decoder_output.last_hidden_state.flatten(0, 1).index_select(0, head_inputs.hidden_index)
         head = self.model.get_output_embeddings()
-        logprob, entropy, top_logprob = compute_logprobs_with_top_ids(
+        logprob, entropy, top_logprob = compute_logprobs(
             hidden,
             head.weight,
             getattr(head, "bias", None),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.core.config import Config, dry_run, dump_toml, parse, pop_flags, write_toml
+from ramify.core.config import Config, dry_run, dump_toml, parse, write_toml
 from ramify.core.errors import ConfigInvalid, StorageFailed
 from tests.support.example_config import Elastic, Optim, Run, Sampling, Source, Static, Trainer, Wandb
 
@@ -100,9 +100,7 @@ def test_a_dry_run_writes_the_config_and_prints_the_plan(tmp_path, capsys):
     class Command(Config):
         steps: int = 3
 
-    (is_dry_run,), args = pop_flags(["--steps", "4", "--dry-run"], ["--dry-run"])
-    assert is_dry_run
-    config = parse(Command, args)
+    config = parse(Command, ["--steps", "4"])
     dry_run(config, tmp_path / "out", ["trainer: 1 process", "engine: 1 process"])
     assert parse(Command, ["@", str(tmp_path / "out" / "config.toml")]) == config
     lines = capsys.readouterr().out.splitlines()
@@ -128,7 +126,3 @@ def test_a_dry_run_in_an_unwritable_directory_raises_storage_failed(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageFailed, match="Not a directory"):
         dry_run(Run(name="x"), tmp_path / "file" / "x", [])
-
-
-def test_pop_flags_without_a_flag_returns_all_arguments():
-    assert pop_flags(["--steps", "4"], ["--dry-run"]) == ([False], ["--steps", "4"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from ramify.model.images import ImageSpan, compute_positions, next_position
+from ramify.model.images import ImageSpan, compute_positions
 from ramify.trace import AnnotatedTrace, Annotation, Media, MediaRef, Message, ModelCall, Trace, build_forest
 
 # Text of some tokens, then an image of some rows and columns, repeatedly. An image is always followed by a text token,
@@ -50,7 +50,6 @@ def test_positions_of_a_sequence_equal_those_of_transformers(model, layout):
     images, num_tokens = place_images(layout)
     positions = compute_positions(np.arange(num_tokens), images)
     assert np.array_equal(positions, compute_with_transformers(model, images, num_tokens))
-    assert next_position(num_tokens, images) == positions[0, -1] + 1
 
 
 def test_text_continues_after_the_longer_side_of_an_image():

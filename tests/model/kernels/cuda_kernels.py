@@ -732,7 +732,7 @@ def test_engine_with_these_kernels_has_the_logprobs_of_transformers(family, tmp_
     core = build_core(
         source, kv_cache_tokens=400, max_running_requests=5, max_num_batched_tokens=16, device=DEVICE.type
     )
-    assert core.runner.uses_plans and core.runner.fused_model is not None
+    assert isinstance(core.runner, CudaModelRunner) and core.runner.fused_model is not None
     prompt = [(7 * index + 3) % 90 for index in range(14)]
     sampling = [
         {"temperature": 1.0},
@@ -765,7 +765,7 @@ def test_long_prompts_of_an_engine_continue_their_states_and_snapshots_in_chunks
     source = write_qwen3_5(tmp_path / "model", 1, **layers, linear_num_key_heads=1, linear_num_value_heads=2)
     limits: Any = {"kv_cache_tokens": 800, "max_running_requests": 3, "max_num_batched_tokens": 96}
     core = build_core(source, **limits, device=DEVICE.type)
-    assert core.runner.uses_plans and core.runner.fused_model is not None
+    assert isinstance(core.runner, CudaModelRunner) and core.runner.fused_model is not None
     prompts = [[(7 * index + first) % 90 + 3 for index in range(length)] for first, length in ((0, 20), (1, 150))]
     prompts.append([*prompts[1][:148], *range(5, 45)])
     params = SamplingParams(max_tokens=3, seed=1)

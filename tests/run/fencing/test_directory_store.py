@@ -68,4 +68,4 @@ def test_second_head_ends_the_first_one(tmp_path):
     assert (second.term, base) == (1, LogPosition(0, 0))
     with pytest.raises(ProcessReplaced):
         log.append(LogPosition(first.term, 1), b"version 40")
-    assert [data for _, data in log.list_entries()] == [b"version 20"]
+    assert [data for _, data in log.iter_entries()] == [b"version 20"]

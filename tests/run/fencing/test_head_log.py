@@ -56,7 +56,7 @@ def test_new_head_continues_after_the_last_entry():
     with pytest.raises(ProcessReplaced, match="term 0 was ended at entry 2"):
         first.append()
     second.append()
-    assert [data for _, data in log.list_entries()] == [b"a:0", b"a:1", b"b:0"]
+    assert [data for _, data in log.iter_entries()] == [b"a:0", b"a:1", b"b:0"]
 
 
 def test_head_without_entries_is_continued_where_it_began():
@@ -65,7 +65,7 @@ def test_head_without_entries_is_continued_where_it_began():
     SimpleHead(log, "b")
     assert SimpleHead(log, "c").base == LogPosition(0, 0)
     assert SimpleHead(log, "d").base == LogPosition(0, 0)
-    assert [data for _, data in log.list_entries()] == [b"a:0"]
+    assert [data for _, data in log.iter_entries()] == [b"a:0"]
 
 
 def test_append_may_be_repeated():
@@ -73,7 +73,7 @@ def test_append_may_be_repeated():
     head = SimpleHead(log, "a")
     head.append()
     log.append(*head.acknowledged[0])
-    assert len(log.list_entries()) == 1
+    assert len(list(log.iter_entries())) == 1
 
 
 def test_missing_term_is_named():
@@ -88,13 +88,13 @@ def test_missing_entry_of_the_history_is_named():
     for _ in range(3):
         first.append()
     SimpleHead(log, "b").append()
-    assert len(log.list_entries()) == 4
+    assert len(list(log.iter_entries())) == 4
     del storage.names["ledger/0/1"]
     with pytest.raises(StorageFailed, match="ledger/0/1 is missing"):
-        log.list_entries()
+        list(log.iter_entries())
     del storage.names["ledger/0/0"]
     with pytest.raises(StorageFailed, match="ledger/0/0 is missing"):
-        log.list_entries()
+        list(log.iter_entries())
 
 
 ACTIONS = ("append", "claim", "nothing")
@@ -120,7 +120,7 @@ def test_acknowledged_entries_are_never_lost_and_one_chain_counts(interruptions,
     storage.interruptions = [lambda name=name: act(name) for name in interruptions]
     for name in actions:
         act(name)
-    counted = log.list_entries()
+    counted = list(log.iter_entries())
     assert counted == sorted(counted)
     acknowledged = {entry for head in heads for entry in head.acknowledged}
     assert acknowledged <= set(counted)  # also by heads that were replaced later

@@ -81,7 +81,7 @@ def assert_restored(shared, tmp_path, committed):
 
 
 def count_entries(shared):
-    return len(HeadLog(shared).list_entries())
+    return len(list(HeadLog(shared).iter_entries()))
 
 
 def test_restored_run_is_the_run_at_its_last_commit(tmp_path, shared):
@@ -109,7 +109,7 @@ def test_entries_hold_only_what_changed(tmp_path, shared):
     with open_head(tmp_path / "run", shared) as ledger:
         for step in range(5):
             commit_step(ledger, step, step)
-    entries = [LogEntry.decode(data, position) for position, data in HeadLog(shared).list_entries()]
+    entries = [LogEntry.decode(data, position) for position, data in HeadLog(shared).iter_entries()]
     assert [len(entry.changes.tables["groups"].rows) for entry in entries] == [1] * 5
     assert [len(entry.changes.tables["rollouts"].rows) for entry in entries] == [2] * 5
     starts = [part.start for entry in entries for part in entry.parts]

@@ -15,6 +15,5 @@ from .parser import add_origins as add_origins
 from .parser import parse as parse
 from .parser import parse_component as parse_component
 from .parser import parse_section as parse_section
-from .parser import pop_flags as pop_flags
 from .parser import read_stored_config as read_stored_config
 from .parser import read_top_level_keys as read_top_level_keys

@@ -98,11 +98,6 @@ def parse_section(cls: type[C], table: dict[str, Any], *, key: str) -> C:
     return getattr(_build_config(wrapper, [], {key: table}), key)
 
 
-def pop_flags(args: Sequence[str], flags: Sequence[str]) -> tuple[list[bool], list[str]]:
-    """Return which flags of the command itself, such as `--dry-run`, are in `args`, and the other arguments."""
-    return [flag in args for flag in flags], [arg for arg in args if arg not in flags]
-
-
 @contextmanager
 def add_origins(cls: type[Config], args: Sequence[str], argv: Sequence[str]) -> Generator[None]:
     """Add the file or flag that set the value to each problem of a ConfigInvalid that is raised inside.

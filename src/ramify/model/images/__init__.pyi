@@ -5,6 +5,5 @@ from .image_family import ImageFamily as ImageFamily
 from .image_family import load_image_family as load_image_family
 from .positions import ImageSpan as ImageSpan
 from .positions import compute_positions as compute_positions
-from .positions import next_position as next_position
 from .processed_image import ImageLayout as ImageLayout
 from .processed_image import ProcessedImage as ProcessedImage

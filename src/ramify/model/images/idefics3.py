@@ -27,7 +27,6 @@ class Idefics3Family:
     name = "idefics3"
     image_token = "<image>"
     marker = "<image>"
-    num_position_axes = 1
 
     def __init__(
         self, config: Mapping[str, Any], image_processor: Mapping[str, Any], processor: Mapping[str, Any]

@@ -20,14 +20,12 @@ class ImageFamily(Protocol):
     - `name`: the name of the family.
     - `image_token`, `image_token_id`: the token that gets an embedding of the image, once per embedding.
     - `marker`: what a chat template writes for an image.
-    - `num_position_axes`: 1 if positions count tokens, 3 for `compute_positions`.
     """
 
     name: str
     image_token: str
     image_token_id: int
     marker: str
-    num_position_axes: int
 
     def process(self, media: Media) -> ProcessedImage:
         """Return the model's inputs for an image. Raises ImageInvalid."""

@@ -54,8 +54,3 @@ def compute_positions(
         start = positions[0, image.start]
         positions[:, image.start : image.stop] = start + np.indices(image.grid).reshape(3, -1)
     return positions
-
-
-def next_position(num_tokens: int, images: Sequence[ImageSpan]) -> int:
-    """Return the position of the text token after a sequence of `num_tokens` tokens that contains these images."""
-    return num_tokens - sum(image.num_skipped for image in images)

@@ -25,7 +25,6 @@ class Qwen3VLFamily:
     name = "qwen3_vl"
     image_token = "<|image_pad|>"
     marker = "<|image_pad|>"
-    num_position_axes = 3
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         self.image_token_id = int(config.get("image_token_id", 151655))

@@ -176,10 +176,6 @@ class HeadLog:
             if last is not None and position <= last:
                 raise StorageFailed(f"{_entry_name(position)} is missing from the shared storage; restore it")
 
-    def list_entries(self) -> list[tuple[LogPosition, bytes]]:
-        """Return the entries that count, in order."""
-        return list(self.iter_entries())
-
     def _seal(self, term: int) -> LogPosition | None:
         """Let the term end at its next free entry. Return the last entry before it, of this or an earlier term."""
         number = sum(data != SEAL for _, data in self._iter_term(term))  # reading is cheaper than trying to create
