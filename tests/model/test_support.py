@@ -12,7 +12,7 @@ from ramify.cli import main
 from ramify.core.errors import ModelUnsupported
 from ramify.model.load import load_engine_model
 from ramify.model.pack_layout import choose_pack_layout
-from ramify.model.support import REFUSED, read_model_support
+from ramify.model.support import REFUSED, TESTED, read_model_support
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # Where the default config of transformers has not the layers of the published models.
@@ -23,20 +23,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def read_rows() -> dict[str, tuple[str, ...]]:
-    """Return the columns of the table of families, by model type: engine, trainer, LoRA, images."""
+    """Return the columns of the table of families, by model type: engine, trainer, LoRA, images, tested."""
     rows: dict[str, tuple[str, ...]] = {}
     for line in PAGE.read_text().split("### Families")[1].split("\n### ")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         for model_type in re.findall(r"`(\w[\w-]*)`", cells[1]) if line.startswith("| ") and len(cells) > 5 else []:
             if model_type != "model_type":
-                rows[model_type] = tuple(cells[2:6])
+                rows[model_type] = tuple(cells[2:7])
     return rows
 
 
 @pytest.mark.parametrize("model_type", read_rows())
 def test_the_table_of_families_says_what_the_code_does(model_type):
     support = read_model_support(AutoConfig.for_model(model_type, **SETTINGS.get(model_type, {})))
-    assert (support.engine, support.trainer, support.lora, support.images) == read_rows()[model_type]
+    columns = (support.engine, support.trainer, support.lora, support.images, support.tested)
+    assert columns == read_rows()[model_type]
+
+
+def test_what_was_tested_is_said_of_the_families_of_the_table_only():
+    assert TESTED.keys() == read_rows().keys()
+    assert "when it is loaded" in read_model_support(AutoConfig.for_model("starcoder2")).tested
 
 
 @pytest.mark.parametrize(
@@ -78,7 +84,8 @@ def test_doctor_prints_the_row_of_a_model(tmp_path, capsys):
     assert main(["doctor", "--model", "tiny"]) == 0
     output = capsys.readouterr().out
     assert all(
-        re.search(rf"^{label} +{value}$", output, re.M) for label, value in (("engine", "fused"), ("lora", "yes"))
+        re.search(rf"^{label} +{value}$", output, re.M)
+        for label, value in (("engine", "fused"), ("lora", "yes"), ("tested", "runs, gradients .* on CPU and H200"))
     )
     AutoConfig.for_model("gpt_oss").save_pretrained(tmp_path)
     assert main(["doctor", "--model", str(tmp_path), "--json"]) == 0
@@ -98,4 +105,5 @@ def test_doctor_says_why_a_model_is_refused(tmp_path, capsys):
 def test_doctor_names_the_family_of_a_config_that_cannot_be_loaded(tmp_path, capsys, text, family):
     (tmp_path / "config.json").write_text(text)
     assert main(["doctor", "--model", str(tmp_path), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["model_type"] == family
+    row = json.loads(capsys.readouterr().out)
+    assert row["model_type"] == family and row["tested"].startswith("not tested")

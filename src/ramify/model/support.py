@@ -13,6 +13,55 @@ from ramify.model.pack_layout import VISION_MODEL_TYPES, choose_pack_layout, des
 
 REFUSED = "refused"
 OWN_CODE = "own code"  # transformers' code of the model, with the paged cache
+# What was tested of each family, by model type: the last column of the table in `docs/models.md`.
+TESTED = {
+    **dict.fromkeys(
+        ("llama", "qwen2", "qwen3", "qwen3_vl", "smolvlm", "idefics3"), "runs, gradients and logprobs on CPU and H200"
+    ),
+    "mistral": "gradients on CPU and H200",
+    **dict.fromkeys(("qwen3_moe", "mixtral"), "a run and gradients on CPU"),
+    **dict.fromkeys(("gpt_oss", "gemma2"), "gradients and logprobs on CPU; kernels, engine and gradients on H200"),
+    **dict.fromkeys(("granite", "granitemoehybrid"), "logprobs of engine and trainer on CPU"),
+    **dict.fromkeys(("phi3", "smollm3", "seed_oss"), "logprobs of the engine on CPU; the trainer's check on CPU"),
+    **dict.fromkeys(("granite_swa", "cohere", "cohere2"), "logprobs of the trainer on CPU"),
+    **dict.fromkeys(
+        ("gemma3_text", "olmo2", "olmo3", "glm4", "ernie4_5", "glm4_moe", "minimax_m2"),
+        "the checks when they are loaded, on CPU",
+    ),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_text"),
+        "runs with kills, gradients and logprobs on CPU; training steps, gradients and the engine on H200",
+    ),
+    "lfm2": "gradients and logprobs on CPU; gradients and tests of the engine on H200",
+    "olmo_hybrid": "gradients and logprobs on CPU",
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "lfm2_moe"), "gradients and logprobs of Qwen3-Next on CPU"),
+    **dict.fromkeys(("falcon_h1", "mamba", "falcon_mamba", "nemotron_h"), "the check of the trainer on CPU"),
+    "minimax": "gradients on CPU",
+    **dict.fromkeys(
+        (
+            "deepseek_v2",
+            "deepseek_v3",
+            "kimi_linear",
+            "minicpm3",
+            "gemma4",
+            "llama4_text",
+            "mimo_v2_flash",
+            "deepseek_v4",
+            "gptj",
+            "codegen",
+            "rwkv",
+            "nemotron",
+            "bert",
+            "roberta",
+            "modernbert",
+            "t5",
+            "bart",
+        ),
+        "the refusal",
+    ),
+    "gpt2": "the engine's check on CPU",
+}
+NOT_TESTED = "not tested: engine and trainer check it against its own code when it is loaded"
 VLLM_ADVICE = 'inference.engine = "vllm" runs it in vLLM, if that knows the model'
 
 
@@ -21,7 +70,8 @@ class ModelSupport:
     """How a family of models runs.
 
     `engine` is `fused`, `own code` or `refused`; `trainer` is `forest`, `chains` or `refused`; `lora` says which linear
-    maps get adapters; `images` is whether images are read. `notes` are sentences with reasons.
+    maps get adapters; `images` is whether images are read; `tested` is what the project has tested of the family.
+    `notes` are sentences with reasons.
     """
 
     model_type: str
@@ -29,6 +79,7 @@ class ModelSupport:
     trainer: str
     lora: str
     images: str
+    tested: str
     notes: tuple[str, ...] = ()
 
 
@@ -54,7 +105,7 @@ def read_model_support(config: Any) -> ModelSupport:
         notes.append(experts)
     lora = "no" if trainer == REFUSED else "not experts" if read_expert_counts(settings) else "yes"
     images = "yes" if config.model_type in VISION_MODEL_TYPES else "no"
-    return ModelSupport(config.model_type, engine, trainer, lora, images, tuple(notes))
+    return ModelSupport(config.model_type, engine, trainer, lora, images, _get_tested(config.model_type), tuple(notes))
 
 
 def read_directory_support(path: Path) -> ModelSupport:
@@ -62,7 +113,12 @@ def read_directory_support(path: Path) -> ModelSupport:
     try:
         return read_model_support(load_config(path))
     except ModelUnsupported as error:
-        return ModelSupport(_read_model_type(path / "config.json"), REFUSED, REFUSED, "no", "no", (str(error),))
+        model_type = _read_model_type(path / "config.json")
+        return ModelSupport(model_type, REFUSED, REFUSED, "no", "no", _get_tested(model_type), (str(error),))
+
+
+def _get_tested(model_type: str) -> str:
+    return TESTED.get(model_type, NOT_TESTED)
 
 
 def _read_model_type(path: Path) -> str:
