@@ -3,6 +3,7 @@
 import os
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -123,6 +124,58 @@ def test_the_fused_step_clips_decays_and_updates_as_torch_does(packs, moments):
     assert torch.equal(tensors["unused"], before)
     assert "unused/step" not in tensors
     assert tensors["odd/step"] == tensors["late/step"] == 5
+
+
+def update_float32(value, gradient, moments, rate: float, decay: float, correction: float) -> np.ndarray:
+    """Return what the kernel makes of a float32 weight, operation by operation; updates the moments in place."""
+    beta1, beta2 = SETTINGS["betas"]
+    first, second = moments
+    first[:] = np.float32(beta1) * first + np.float32(1 - beta1) * gradient
+    second[:] = np.float32(beta2) * second + np.float32(1 - beta2) * gradient * gradient
+    value = value - np.float32(decay) * value
+    return value - np.float32(rate) * first / (np.sqrt(second) * np.float32(correction) + np.float32(1.0))
+
+
+@pytest.mark.promise
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU fuses multiplications and additions")
+@pytest.mark.parametrize("weight_decay", [0.0, 1.0])  # halving a tie gives a tie
+def test_split_masters_equal_float32_masters_bit_for_bit(weight_decay):
+    """With eps = 1, an update is in proportion to its gradient, so weights of every size change by a part of theirs."""
+    special = [0x3F808000, 0x3F818000, 0x3F807FFF, 0x00000000, 0x00000001, 0x00008000, 0x007FFFFF, 0x007F8000]
+    special = np.array([*special, 0x00800000, 0x7F7F7FFF], np.uint32)  # ties, denormal numbers, the largest
+    random = np.random.default_rng(0).integers(0, 2**32, 1500, np.uint32)
+    random = np.concatenate([random & 0xFFFF0000 | 0x8000, random])
+    random = random[random & 0x7F800000 < 0x7F000000]  # an update does not exceed the largest number
+    values = np.concatenate([special, special | 0x80000000, random]).view(np.float32)
+    module = nn.ParameterDict({"weight": torch.from_numpy(values.copy())})
+    masters = MasterWeights(module, torch.bfloat16)
+    config = OptimConfig.model_validate({**SETTINGS, "lr": 0.5, "eps": 1.0, "max_grad_norm": None})
+    optimizers, (beta1, beta2) = OptimizersContainer(masters, config, None), config.betas
+    (group,) = optimizers.optimizers[0].param_groups
+    group["weight_decay"] = weight_decay
+    moments, (weight,) = np.zeros((2, len(values)), np.float32), masters.parameters()
+    rng, num_changed, num_ties, num_denormal = np.random.default_rng(1), 0, 0, 0
+    for step in range(4):
+        sizes = np.minimum(np.abs(values), np.float32(1e15)) * 2.0 ** rng.integers(-20, 0, len(values))
+        gradient = (sizes * rng.choice([-1, 1], len(values))).astype(np.float32)
+        gradient[: 2 * len(special)] = 0.0
+        masters.zero_grad(num_packs=2)
+        for part in (gradient, np.zeros_like(gradient)):
+            (weight * torch.from_numpy(part)).sum().backward()
+        gradient = masters.gradients()[weight].numpy().copy()  # rounded to bfloat16, as the backward pass does
+        optimizers.update(0.5, torch.ones(()))
+        rate, correction = 0.5 / (1 - beta1 ** (step + 1)), (1 - beta2 ** (step + 1)) ** -0.5
+        before, values = values, update_float32(values, gradient, moments, rate, 0.5 * weight_decay, correction)
+        joined, state = masters.to_float32(weight).numpy(), optimizers.optimizers[0].state[weight]
+        assert np.array_equal(joined.view(np.int32), values.view(np.int32))
+        assert torch.equal(weight.view(torch.int16), round_to_bfloat16(torch.from_numpy(values)).view(torch.int16))
+        for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+            assert np.array_equal(state[name].numpy().view(np.int32), moment.view(np.int32)), name
+        num_changed += int((values != before).sum())
+        num_ties += int((values.view(np.int32) & 0xFFFF == 0x8000).sum())
+        num_denormal += int(((values != 0) & (np.abs(values) < 2.0**-126)).sum())
+    assert num_changed > 4000
+    assert min(num_ties, num_denormal) > 20
 
 
 @pytest.mark.parametrize(
