@@ -23,7 +23,8 @@ from transformers import (
 from ramify.cli.model import read_model_info
 from ramify.infer.config import EngineConfig
 from ramify.launch.memory import estimate_engine
-from ramify.model.load import load_engine_model
+from ramify.model.load import load_config, load_engine_model, load_hf_model
+from ramify.model.lora import add_adapters
 from ramify.model.pack_layout import TEXT_PART_MODEL_TYPES
 from ramify.model.precision import choose_dtype
 from ramify.model.resolve import resolve_model_path
@@ -35,11 +36,13 @@ from ramify.train.memory import (
     MemoryUse,
     ModelSize,
     VisionSize,
+    count_trained,
     count_weight_bytes,
     estimate_rank,
 )
 from tests.support.models import (
     FAMILIES,
+    HYBRIDS,
     VISION_CONFIGS,
     process,
     write_lfm2,
@@ -48,6 +51,7 @@ from tests.support.models import (
     write_qwen3_next,
     write_vision_model,
 )
+from tests.support.training import CONFIGS, build_model
 
 RECOMPUTED = {"recompute_layers": 1}
 
@@ -213,6 +217,21 @@ def test_embeddings_of_a_vision_tower_are_counted_once(tmp_path, family):
     size, shapes = ModelSize.from_name(str(directory)), read_tensor_shapes(directory)
     outer = {name: math.prod(shape) for name, shape in shapes.items() if "embed_tokens" in name or "lm_head" in name}
     assert size is not None and outer and size.num_outer_parameters == sum(outer.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3", *HYBRIDS])
+def test_adapters_are_counted_as_they_are_added(tmp_path, family):
+    if family in HYBRIDS:
+        HYBRIDS[family](tmp_path / "model")
+    else:
+        build_model(CONFIGS[family], "eager").save_pretrained(tmp_path / "model")
+    model = load_hf_model(tmp_path / "model", load_config(tmp_path / "model"), torch.float32, None)
+    add_adapters(model, 3, 1.0, ())
+    num_added = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    size = ModelSize.from_name(str(tmp_path / "model"))
+    assert size is not None and num_added > 0
+    trained = count_trained(TrainerConfig.model_validate({"lora": {"rank": 3}}), size)
+    assert num_added <= trained <= 1.1 * num_added  # routers of experts are counted, and have no adapters
 
 
 def test_images_take_memory_of_trainer_and_engine(tmp_path):

@@ -143,7 +143,7 @@ def count_copy_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
 def count_version_bytes(config: RunConfig, model: ModelSize, *, gpu: bool) -> int:
     """Return the bytes of one published version of the weights."""
     num_weights = count_trained(config.trainer, model) if publishes_adapters(config) else model.num_parameters
-    return int(num_weights * get_element_bytes(config.trainer.dtype, gpu))
+    return num_weights * get_element_bytes(config.trainer.dtype, gpu)
 
 
 MAX_VERSIONS = 4  # of weights on the disk: served, loaded, waiting, and being written
@@ -215,7 +215,7 @@ def estimate_disk(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: boo
         return None
     return DiskEstimate(
         directory,
-        checkpoint=max(1, int(count_trained(trainer, model) * MASTER_BYTES) + count_moment_bytes(trainer, model)),
+        checkpoint=max(1, count_trained(trainer, model) * MASTER_BYTES + count_moment_bytes(trainer, model)),
         weights=num_versions * count_version_bytes(config, model, gpu=gpu),
         num_saves=(num_saves := math.ceil(config.max_steps / config.checkpoint.interval)),
         num_kept=config.checkpoint.count_kept(num_saves),

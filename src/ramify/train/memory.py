@@ -27,7 +27,6 @@ QUANTIZED_MOMENT_BYTES = 2.0625  # in 8 bits, with their scales
 MUON_MOMENT_BYTES = 4
 QUANTIZED_BYTES = {"8bit": 8.25 / 8, "4bit": 4.25 / 8}  # per fixed weight inside the layers
 MAX_MEMORY_FRACTION = 0.95  # of a device that may be used; estimates include the rest
-ADAPTER_FRACTION = 7e-4  # parameters of adapters with rank 1, relative to the model
 HEAD_BYTES = 5 << 30  # of the logits, and of their gradients, that the LM head has at a time on a GPU
 GUESSED_ORIGIN = "guessed from its name"
 MLP_OUTPUT_NAMES = (".down_proj.weight", ".w2.weight")  # [hidden_size, intermediate_size]
@@ -140,6 +139,7 @@ class ModelSize:
     num_outer_parameters: int = 0  # parameters of embeddings and head, whose moments are always float32
     query_elements: int = 0  # elements of the queries per token and layer
     vocab_size: int = 0
+    adapter_elements: int = 0  # parameters of adapters of rank 1 beside all matrices in the layers
     origin: str = "from its files"
     vision: VisionSize | None = None  # None for a text model, and if the dimensions are guessed
     experts_note: str | None = None  # what to know about a mixture of experts before it is trained
@@ -212,6 +212,7 @@ class ModelSize:
             num_outer_parameters=_count_elements(_select(decoder, OUTER_MATRIX_NAMES)),
             query_elements=head_dim * num_heads,
             vocab_size=hf_config.get("vocab_size", 0),
+            adapter_elements=_count_adapter_elements(decoder),
             vision=VisionSize.from_config(full_config, num_parameters=_count_elements(tower)),
             experts_note=describe_experts(full_config),
         )
@@ -235,6 +236,7 @@ class ModelSize:
             num_active_experts=GUESSED_EXPERTS if num_active else 0,
             num_outer_parameters=num_outer,
             vocab_size=num_outer // hidden_size,
+            adapter_elements=num_layers * 20 * hidden_size,  # four matrices of 1 x 1 hidden_size, three of 1 x 3
             origin=GUESSED_ORIGIN,
         )
 
@@ -246,6 +248,11 @@ def _select(shapes: TensorShapes, parts: Sequence[str]) -> TensorShapes:
 
 def _count_elements(shapes: TensorShapes) -> int:
     return sum(map(math.prod, shapes.values()))
+
+
+def _count_adapter_elements(shapes: TensorShapes) -> int:
+    matrices = (shape for name, shape in _select(shapes, ["layers."]).items() if ".experts." not in name)
+    return sum(map(sum, (shape for shape in matrices if len(shape) == 2)))
 
 
 def _find_intermediate_size(hf_config: dict[str, Any], shapes: TensorShapes, *, is_mixture: bool) -> int:
@@ -329,7 +336,7 @@ def estimate_rank(
     # With FSDP, and for adapters, the model's weights are not a part of the master weights.
     is_separate = (element_bytes < MASTER_BYTES and num_ranks > 1) or trainer.lora.enabled
     master_bytes = MASTER_BYTES if is_separate else MASTER_BYTES - element_bytes
-    weight_bytes = count_weight_bytes(model, element_bytes, quantize) + int(num_trained * master_bytes)
+    weight_bytes = count_weight_bytes(model, element_bytes, quantize) + num_trained * master_bytes
     num_tokens, num_recomputed = trainer.max_pack_tokens, min(trainer.num_recomputed_layers, model.num_layers)
     saved_elements = (model.num_layers - num_recomputed) * model.layer_elements + num_recomputed * model.hidden_size
     head_bytes = min(2 * num_tokens * model.vocab_size * element_bytes, HEAD_BYTES) if gpu else 0
@@ -339,7 +346,7 @@ def estimate_rank(
     return MemoryUse(
         weights=weight_bytes // num_ranks + copy_bytes,
         moments=count_moment_bytes(trainer, model) // num_ranks,
-        gradients=int(num_trained * GRADIENT_BYTES) // num_ranks,
+        gradients=num_trained * GRADIENT_BYTES // num_ranks,
         activations=num_tokens * saved_elements * element_bytes + (_estimate_image_bytes(trainer, model) if gpu else 0),
         workspace=TORCH_BASE_BYTES + max(head_bytes, recomputed_bytes),
     )
@@ -380,10 +387,10 @@ def check_recompute_layers(trainer: TrainerConfig, num_layers: int) -> None:
         raise ConfigInvalid(f"{problem}; set at most {num_layers}, or 'auto'", key="trainer.recompute_layers")
 
 
-def count_trained(trainer: TrainerConfig, model: ModelSize) -> float:
-    """Return the number of parameters that are trained."""
+def count_trained(trainer: TrainerConfig, model: ModelSize) -> int:
+    """Return the number of parameters that are trained. With `lora.target_modules` there are fewer."""
     if trainer.lora.enabled:
-        return model.num_parameters * ADAPTER_FRACTION * trainer.lora.rank
+        return model.adapter_elements * trainer.lora.rank
     return model.num_parameters - (model.num_tower_parameters if trainer.freeze_vision else 0)
 
 
