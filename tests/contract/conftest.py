@@ -57,7 +57,6 @@ async def client(target):
     """An `InferenceClient` of the server, which is left with the weights it started with."""
     async with InferenceClient(target.url, ClientConfig(health_interval=0.5)) as client:
         yield client
-        await client.resume()
         await client.update_weights(target.first, PolicyVersion("llama", 0, 1))
 
 

@@ -134,7 +134,7 @@ class VLLMTarget(Target):
 
     async def update(self, client: httpx.AsyncClient, directory: Path, kv: str = "recompute") -> None:
         update = WeightUpdate(directory, Manifest.read(directory).version, "keep" if kv == "keep" else "recompute")
-        await self.adapter.update(update, paused=False)
+        await self.adapter.update(update)
 
     async def running(self, client: httpx.AsyncClient) -> float:
         """Its gauges stand still while it does nothing, so give it something to do first."""

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from ramify.core.errors import ContextOverflow, WeightsRefused
+from ramify.core.errors import ContextOverflow, RequestInvalid, WeightsRefused
 from ramify.infer.client import ClientSampling
 from ramify.trace.version import PolicyVersion
 
@@ -24,6 +24,8 @@ async def test_sampled_logprobs_equal_scored_logprobs(client):
     assert done.logprobs == pytest.approx(scored[-12:], abs=2e-4)
     assert [(run_.policy, run_.incarnation, run_.step, run_.count) for run_ in done.version_spans] == [(*FIRST, 12)]
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(PROMPT), 12)
+    tail = await client.score([*PROMPT, *done.token_ids.tolist()], start=len(PROMPT))
+    assert np.isnan(tail[: len(PROMPT)]).all() and tail[-12:] == pytest.approx(scored[-12:], abs=2e-4)
 
 
 async def test_the_likeliest_tokens_of_a_prompt_are_in_order_and_have_its_logprobs(client):
@@ -54,10 +56,10 @@ async def sample_across_update(client, target, kv):
             before = await target.sampled(http)
             while await target.sampled(http) - before < 40 and not any(call.done() for call in calls):
                 await asyncio.sleep(0.01)
-            await client.pause()
+            await target.pause(http)
             (ack,) = await client.update_weights(target.second, SECOND, kv)
             assert ack.version == SECOND and 0 < ack.seconds < 60
-            await client.resume()
+            await target.resume(http)
             samples = await asyncio.gather(*calls)
             if all(len(done.version_spans) > 1 for done in samples):
                 return samples
@@ -95,18 +97,13 @@ async def score_sample(client, done, salt):
     return (await client.score([*PROMPT, *done.token_ids.tolist()], cache_salt=salt))[len(PROMPT) :]
 
 
-async def test_a_paused_server_holds_requests_until_it_resumes(client):
-    await client.pause()
-    call = asyncio.create_task(client.generate(PROMPT, ClientSampling(max_tokens=2)))
-    done, _ = await asyncio.wait([call], timeout=0.3)
-    assert not done
-    await client.resume()
-    assert (await call).token_ids.size >= 1  # the first token may be the last
-
-
-async def test_an_overlong_prompt_and_bad_weights_raise_named_failures(client, target, tmp_path):
+async def test_invalid_requests_and_bad_weights_raise_named_failures(client, target, tmp_path):
     with pytest.raises(ContextOverflow, match=str(target.max_model_len)):
         await client.generate([5] * (target.max_model_len + 5), ClientSampling())
+    with pytest.raises(RequestInvalid, match=f"token id {target.vocab}"):
+        await client.generate([target.vocab], ClientSampling())
+    with pytest.raises(RequestInvalid, match="top_p"):
+        await client.generate([5], ClientSampling(top_p=-1))
     with pytest.raises(WeightsRefused):
         await client.update_weights(tmp_path, SECOND)
     assert client.versions == {target.url: FIRST}

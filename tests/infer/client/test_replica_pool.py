@@ -104,12 +104,12 @@ async def test_a_request_waits_for_a_server_to_come_up():
         assert (await waiting).server == fake.url
 
 
-async def test_pausing_waits_for_a_server_to_come_up():
+async def test_an_update_waits_for_a_server_to_come_up():
     fake = ScriptedEngine()
     async with connected(fake) as client:
         await fake.__aexit__()
         await async_wait_until(lambda: client.down_replicas)
-        waiting = asyncio.create_task(client.pause())
+        waiting = asyncio.create_task(client.update_weights("step-2", PolicyVersion("fake", 0, 2)))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         await fake.__aenter__()
@@ -238,11 +238,9 @@ async def test_a_server_that_comes_back_with_old_weights_is_updated_first():
         await async_wait_until(lambda: one.url in client.down_replicas)
         (ack,) = await client.update_weights("step-2", PolicyVersion("fake", 0, 2))
         assert ack.server == two.url
-        await client.pause()
         await one.__aenter__()
         await async_wait_until(lambda: not client.down_replicas)
         assert one.version == PolicyVersion("fake", 0, 2)
-        assert any(path.startswith("/pause") for path in one.targets)  # and it is paused like the others
 
 
 async def test_a_directory_with_another_version_is_refused():

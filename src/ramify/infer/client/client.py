@@ -27,7 +27,6 @@ from ramify.infer.client.config import ClientConfig
 from ramify.infer.client.engine_adapter import (
     EngineAdapter,
     KVMode,
-    PauseMode,
     UnknownWeights,
     WeightUpdate,
     WeightUpdateAck,
@@ -73,8 +72,7 @@ class InferenceClient(ServerPool[Replica]):
         )
         self._initial_version = version
         self._target_update: WeightUpdate | None = None  # what every server must serve; None keeps its initial weights
-        self._pause_mode: PauseMode | None = None
-        self._control_lock = asyncio.Lock()  # serializes pause, resume, weight updates and joining servers
+        self._control_lock = asyncio.Lock()  # serializes weight updates and joining servers
         self.loads: dict[str, EngineLoad] = {}
 
     # -- lifecycle -----------------------------------------------------------------------------------------------------
@@ -280,16 +278,6 @@ class InferenceClient(ServerPool[Replica]):
         self.loads = loads
         return loads
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling on all servers; running requests are kept (`keep`) or end with the finish reason `abort`."""
-        await self._call_all("pause", lambda adapter: adapter.pause(mode))
-        self._pause_mode = mode
-
-    async def resume(self) -> None:
-        """Resume sampling on all servers."""
-        self._pause_mode = None
-        await self._call_all("resume", lambda adapter: adapter.resume())
-
     async def update_weights(
         self, directory: Path, version: PolicyVersion, kv_mode: KVMode = "recompute", *, run: str = ""
     ) -> list[WeightUpdateAck]:
@@ -303,17 +291,15 @@ class InferenceClient(ServerPool[Replica]):
         if not self.up_servers:
             self._target_update = update
         try:
-            seconds_by_url = await self._call_all(
-                f"update to {version}", lambda adapter: adapter.update(update, paused=self._pause_mode is not None)
-            )
+            seconds_by_url = await self._update_all(update)
         except BaseException:
             self._target_update = old_target  # servers that refuse the new weights can still join with the old ones
             raise
         self._target_update = update
         return [WeightUpdateAck(url, version, seconds) for url, seconds in seconds_by_url.items()]
 
-    async def _call_all(self, operation: str, call: Callable[[EngineAdapter], Awaitable[T]]) -> dict[str, T]:
-        """Call all servers that are up and return the results by URL; if none is up, wait for one as requests do.
+    async def _update_all(self, update: WeightUpdate) -> dict[str, float]:
+        """Update all servers that are up and return the seconds by URL; if none is up, wait for one as requests do.
 
         A server that fails is ejected, because its state is unknown until it joins again. It is kept only if all
         servers fail and it rejected the weights. If no server succeeds, the first failure is raised.
@@ -322,27 +308,22 @@ class InferenceClient(ServerPool[Replica]):
         async with self._control_lock:
             replicas = self.up_servers
             if not replicas:
-                raise ProviderError(f"{operation}: no inference server is up: {self.describe_down()}")
-            calls = (self._call_one(replica, operation, call) for replica in replicas)
-            outcomes = dict(zip(replicas, await asyncio.gather(*calls)))
-        results = {
-            replica.url: result[0] for replica, result in outcomes.items() if not isinstance(result, RamifyError)
-        }
+                raise ProviderError(f"update to {update.version}: no inference server is up: {self.describe_down()}")
+            outcomes = dict(zip(replicas, await asyncio.gather(*(self._update(one, update) for one in replicas))))
+        seconds = {replica.url: result for replica, result in outcomes.items() if not isinstance(result, RamifyError)}
         errors = {replica: error for replica, error in outcomes.items() if isinstance(error, RamifyError)}
         for replica, error in errors.items():
-            if results or not isinstance(error, WeightsRefused | WeightsReplaced):
-                self.eject(replica, ProviderError(f"{operation}: {error.name}: {error.message}"))
-        if not results:
+            if seconds or not isinstance(error, WeightsRefused | WeightsReplaced):
+                self.eject(replica, ProviderError(f"update to {update.version}: {error.name}: {error.message}"))
+        if not seconds:
             raise next(iter(errors.values()))
-        return results
+        return seconds
 
-    async def _call_one(
-        self, replica: Replica, operation: str, call: Callable[[EngineAdapter], Awaitable[T]]
-    ) -> tuple[T] | RamifyError:
-        """Return the result of one server in a tuple, or its failure."""
+    async def _update(self, replica: Replica, update: WeightUpdate) -> float | RamifyError:
+        """Return the seconds that the update of one server took, or its failure."""
         try:
-            async with fail_after(self.config.control_timeout, f"{replica.url} to {operation}"):
-                return (await call(replica.require_adapter()),)
+            async with fail_after(self.config.control_timeout, f"{replica.url} to update to {update.version}"):
+                return await replica.require_adapter().update(update)
         except RequestFailed as error:
             return ProviderError(str(error))
         except RamifyError as error:
@@ -383,14 +364,12 @@ class InferenceClient(ServerPool[Replica]):
         replica.last_num_steps = num_steps
 
     async def _join_replica(self, replica: Replica) -> None:
-        """Detect a server's engine, bring it to the target weights and pause state, and admit it."""
+        """Detect a server's engine, bring it to the target weights, and admit it."""
         timeout = fail_after(self.config.control_timeout, f"{replica.url} to join; is it paused?")
         async with timeout, self._control_lock:
             try:
                 adapter = await detect_engine(replica, self._initial_version)
                 await sync_weights(replica, adapter, self._target_update)
-                if self._pause_mode is not None:
-                    await adapter.pause(self._pause_mode)
             except RequestFailed as error:
                 raise ProviderError(str(error)) from error
             replica.adapter = adapter

@@ -40,7 +40,6 @@ from ramify.trace.version import PolicyVersion
 
 MAX_UPLOADS = 3  # of the images of one request; a server may drop an image while others are uploaded
 KVMode = Literal["recompute", "keep"]
-PauseMode = Literal["keep", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,20 +146,9 @@ class EngineAdapter(ABC):
         body["sampling_params"] |= {"prompt_logprobs": num_logprobs, **self._build_logprobs_start(start)}
         return await self._send_generate(body)
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling; running requests are kept (`keep`) or end with the finish reason `abort`."""
-        await send_request(self._http, "POST", "/pause", mode=mode)
-
-    async def resume(self) -> None:
-        """Resume sampling."""
-        await send_request(self._http, "POST", "/resume")
-
     @abstractmethod
-    async def update(self, update: WeightUpdate, *, paused: bool) -> float:
-        """Load published weights and return the seconds it took; requests in flight continue with them.
-
-        With `paused` the caller has paused the server, and it stays paused.
-        """
+    async def update(self, update: WeightUpdate) -> float:
+        """Load published weights and return the seconds it took; requests in flight continue with them."""
 
     @abstractmethod
     def _parse_version_spans(self, choice: GenerateChoice, num_tokens: int) -> tuple[VersionSpan, ...]:

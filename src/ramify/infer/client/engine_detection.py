@@ -88,7 +88,7 @@ def _parse_token_id(entry: dict[str, object]) -> int:
 class NativeAdapter(EngineAdapter):
     """One native server."""
 
-    async def update(self, update: WeightUpdate, *, paused: bool) -> float:
+    async def update(self, update: WeightUpdate) -> float:
         """Load published weights; the server swaps them between two engine steps."""
         body = {"path": str(update.directory), "kv": update.kv_mode, "run": update.run}
         data = await send_request(self._http, "POST", "/update_weights", body)
@@ -148,7 +148,7 @@ async def sync_weights(replica: Replica, adapter: EngineAdapter, update: WeightU
     The native engine's logprobs are trusted. vLLM's are probed, because their meaning depends on `--logprobs-mode`.
     """
     if update is not None and adapter.version != update.version:
-        await adapter.update(update, paused=False)
+        await adapter.update(update)
     if adapter.version.policy == UNDEFINED_POLICY:
         raise ProviderError(f"a weight update of {replica.url} was interrupted; update or restart the server")
     if isinstance(adapter, VLLMAdapter):

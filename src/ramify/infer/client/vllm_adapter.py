@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ramify.core.async_calls import call_storage
 from ramify.core.errors import (
@@ -35,7 +35,7 @@ from ramify.core.errors import (
     RequestInvalid,
     WeightsRefused,
 )
-from ramify.infer.client.engine_adapter import EngineAdapter, PauseMode, UnknownWeights, WeightUpdate
+from ramify.infer.client.engine_adapter import EngineAdapter, UnknownWeights, WeightUpdate
 from ramify.infer.client.generate_messages import GenerateChoice, GenerateRequest, decode_json
 from ramify.infer.client.http_client import HttpClient, RequestFailed, send_request
 from ramify.model.resolve import read_vocab_size
@@ -85,11 +85,15 @@ class VLLMAdapter(EngineAdapter):
         data = await send_request(self._http, "GET", "/weight_info")
         return str(decode_json(data, dict[str, Any], self.url).get("weight_version"))
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling; the caches are kept."""
+    async def pause(self, mode: Literal["keep", "abort"]) -> None:
+        """Stop sampling, with the caches kept; running requests wait (`keep`) or end with the finish reason `abort`."""
         await send_request(self._http, "POST", "/pause", mode=mode, clear_cache="false")
 
-    async def update(self, update: WeightUpdate, *, paused: bool) -> float:
+    async def resume(self) -> None:
+        """Resume sampling."""
+        await send_request(self._http, "POST", "/resume")
+
+    async def update(self, update: WeightUpdate) -> float:
         """Verify the directory, then pause, reload from its path, drop the cache, label and resume.
 
         If that fails in between, the weights have no version: the server stays paused with an undefined label, and its
@@ -117,8 +121,7 @@ class VLLMAdapter(EngineAdapter):
                     await self.pause("abort")
             raise
         self.version = update.version
-        if not paused:
-            await self.resume()
+        await self.resume()
         return time.perf_counter() - start
 
     async def _reset_prefix_cache(self) -> None:
