@@ -1,4 +1,4 @@
-"""The gated delta rule over a forest is the recurrence of transformers along each path."""
+"""The gated delta rule and gated linear attention over a forest are the recurrences of transformers along each path."""
 
 from itertools import pairwise
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
@@ -54,20 +55,23 @@ def gated_delta_step(
     key: Tensor,  # the same
     value: Tensor,  # [sequences, heads, value_dim]
     log_decay: Tensor,  # [sequences, heads]
-    strength: Tensor,  # [sequences, heads]
+    strength: Tensor | None,  # [sequences, heads]; None for gated linear attention
     state: Tensor,  # [sequences, heads, key_dim, value_dim]
+    scale: float = KEY_DIM**-0.5,
 ) -> tuple[Tensor, Tensor]:
     """Return the output of one token of each sequence, [sequences, heads, value_dim], and the state after it."""
     repeats = value.shape[1] // key.shape[1]
     q, k = (tensor.to(state.dtype).repeat_interleave(repeats, 1).unsqueeze(-1) for tensor in (query, key))
     decayed = state * log_decay.to(state.dtype).exp()[..., None, None]
-    added = (value.to(state.dtype) - (decayed * k).sum(-2)) * strength.to(state.dtype).unsqueeze(-1)
+    added = value.to(state.dtype)
+    if strength is not None:
+        added = (added - (decayed * k).sum(-2)) * strength.to(state.dtype).unsqueeze(-1)
     state = decayed + k * added.unsqueeze(-2)
-    return (state * q).sum(-2).mul(query.shape[-1] ** -0.5).to(value.dtype), state
+    return (state * q).sum(-2).mul(scale).to(value.dtype), state
 
 
-def compute_by_paths(segments: ForestSegments, inputs: list[Tensor]) -> Tensor:
-    """Return the output of each token, by the recurrence in float64."""
+def compute_by_paths(segments: ForestSegments, inputs: list[Tensor], has_correction: bool = True) -> Tensor:
+    """Return the output of each token, by the recurrence in float64. Linear attention does not scale its queries."""
     value = inputs[2]
     out = torch.zeros_like(value)
     is_done = torch.zeros(len(value), dtype=torch.bool)
@@ -76,7 +80,10 @@ def compute_by_paths(segments: ForestSegments, inputs: list[Tensor]) -> Tensor:
         rows = []
         for token in path.tolist():
             token_inputs = [tensor[token][None] for tensor in inputs]
-            row, state = gated_delta_step(*token_inputs, state)
+            if has_correction:
+                row, state = gated_delta_step(*token_inputs, state)
+            else:
+                row, state = gated_delta_step(*token_inputs[:4], None, state, scale=1.0)
             rows.append(row)
         new = ~is_done[path]
         out = out.index_put((path[new],), torch.cat(rows)[new])
@@ -92,6 +99,22 @@ def test_a_forest_has_the_outputs_and_gradients_of_its_paths(size, dtype, tolera
     batch = ChunkBatch.from_chunks(ForestChunks.from_segments(segments, size))
     out, exact = gated_delta_rule(*inputs, batch), compute_by_paths(segments, exact_inputs)
     assert out.dtype == dtype
+    gradient = torch.randn_like(exact)
+    pairs = [(out, exact)]
+    pairs += zip(
+        torch.autograd.grad(out, inputs, gradient.to(dtype)), torch.autograd.grad(exact, exact_inputs, gradient)
+    )
+    for actual, expected in pairs:
+        assert (actual - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-13)])
+def test_without_strengths_a_forest_has_the_linear_attention_of_its_paths(dtype, tolerance):
+    segments = build_segments(LENGTHS, PARENTS)
+    inputs, exact_inputs = (build_inputs(sum(LENGTHS), kind)[:4] for kind in (dtype, torch.float64))
+    batch = ChunkBatch.from_chunks(ForestChunks.from_segments(segments, 64))
+    out = gated_delta_rule(*inputs, None, batch, scale=1.0)
+    exact = compute_by_paths(segments, exact_inputs, has_correction=False)
     gradient = torch.randn_like(exact)
     pairs = [(out, exact)]
     pairs += zip(
@@ -133,6 +156,16 @@ def test_a_step_is_a_step_of_transformers():
         rows.append(row)
     torch.testing.assert_close(torch.cat(rows), expected[0])
     torch.testing.assert_close(state, last)
+
+
+def test_linear_attention_is_the_scan_of_mamba2_in_transformers():
+    query, key, value, log_rate, step_size = (tensor.detach() for tensor in build_inputs(150, torch.float32))
+    rate = log_rate[0].exp()
+    groups = [tensor[None] for tensor in (key, query)]
+    expected = mamba2_chunk_scan(value[None], step_size[None], -rate, *groups, chunk_size=32)
+    batch = ChunkBatch.from_chunks(ForestChunks.from_segments(build_segments([150], [-1]), 64))
+    inputs = query, key, value * step_size.unsqueeze(-1), -rate * step_size
+    torch.testing.assert_close(gated_delta_rule(*inputs, None, batch, scale=1.0), expected[0])
 
 
 def test_hundreds_of_levels_are_computed():

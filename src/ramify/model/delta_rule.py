@@ -1,9 +1,9 @@
-"""The gated delta rule of linear attention over a forest, in PyTorch.
+"""The gated delta rule and gated linear attention over a forest, in PyTorch.
 
 A head has a state S, a matrix [key_dim, value_dim], that a token with key k, value v, decay a and strength b changes to
 a·S + k·(b·(v − a·Sᵀk))ᵀ; the token's output is Sᵀq. Within a chunk of tokens this is a triangular system, so a chunk
-needs a few matrix products and the state before it. Several chunks may continue the same state or repeat a token, and
-autograd adds their gradients.
+needs a few matrix products and the state before it. Gated linear attention adds v as it is, a·S + k·vᵀ, and has no
+such system. Several chunks may continue the same state or repeat a token, and autograd adds their gradients.
 """
 
 from dataclasses import dataclass
@@ -52,14 +52,15 @@ class ChunkBatch:
 
 
 def _gated_delta_rule(
-    query: Tensor,  # [tokens, key_heads, key_dim], normalized
+    query: Tensor,  # [tokens, key_heads, key_dim]; of length 1 for the delta rule
     key: Tensor,  # the same
     value: Tensor,  # [tokens, heads, value_dim]; heads is a multiple of key_heads
     log_decay: Tensor,  # [tokens, heads]
-    strength: Tensor,  # [tokens, heads]
+    strength: Tensor | None,  # [tokens, heads]; None for gated linear attention
     chunks: ChunkBatch,
+    scale: float | None = None,
 ) -> Tensor:
-    """Return the output of each token, [tokens, heads, value_dim]. Queries are scaled by 1/√key_dim.
+    """Return the output of each token, [tokens, heads, value_dim]. Queries are scaled, by default by 1/√key_dim.
 
     The computation is in float32, or in float64 if the values are.
     """
@@ -72,16 +73,18 @@ def _gated_delta_rule(
         return rows.transpose(1, 2)
 
     q, k = (to_chunks(tensor).repeat_interleave(repeats, 1) for tensor in (query, key))
-    q = q * query.shape[-1] ** -0.5
-    v, b = to_chunks(value), to_chunks(strength).unsqueeze(-1)
+    q, v = q * (query.shape[-1] ** -0.5 if scale is None else scale), to_chunks(value)
     decay = to_chunks(log_decay).cumsum(-1)
     future = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=decay.device).triu(1)
     pair_decay = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(future, -torch.inf).exp()
     total_decay = decay.exp().unsqueeze(-1)
-    system = (b * k) @ k.mT * pair_decay
-    right_side = torch.cat([b * v, b * k * total_decay], -1)
-    solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
-    new_values, state_keys = solution.split([v.shape[-1], k.shape[-1]], -1)
+    new_values, state_keys = v, None
+    if strength is not None:
+        b = to_chunks(strength).unsqueeze(-1)
+        system = (b * k) @ k.mT * pair_decay
+        right_side = torch.cat([b * v, b * k * total_decay], -1)
+        solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
+        new_values, state_keys = solution.split([v.shape[-1], k.shape[-1]], -1)
     last_keys = k * (decay[..., -1:] - decay).exp().unsqueeze(-1)
     states, values = _pass_states(new_values, state_keys, last_keys, total_decay[..., -1:, :], chunks)
     out = q * total_decay @ states + (q @ k.mT * pair_decay) @ values
@@ -92,7 +95,7 @@ gated_delta_rule: Any = torch.compiler.disable(_gated_delta_rule)
 
 
 def _pass_states(
-    new_values: Tensor, state_keys: Tensor, last_keys: Tensor, chunk_decay: Tensor, chunks: ChunkBatch
+    new_values: Tensor, state_keys: Tensor | None, last_keys: Tensor, chunk_decay: Tensor, chunks: ChunkBatch
 ) -> tuple[Tensor, Tensor]:
     """Return the state before each chunk, and the values that its tokens add."""
     states: list[Tensor] = []
@@ -101,7 +104,9 @@ def _pass_states(
     for depth, (start, stop) in enumerate(pairwise(chunks.bounds)):
         shape = (stop - start, new_values.shape[1], last_keys.shape[-1], new_values.shape[-1])
         state = after.index_select(0, chunks.parents[depth - 1]) if depth else new_values.new_zeros(shape)
-        added = new_values[start:stop] - state_keys[start:stop] @ state
+        added = new_values[start:stop]
+        if state_keys is not None:
+            added = added - state_keys[start:stop] @ state
         after = chunk_decay[start:stop] * state + last_keys[start:stop].mT @ added
         states.append(state)
         values.append(added)

@@ -114,13 +114,19 @@ class ForestRecurrence:
         return out if bias is None else out + bias
 
     def gated_delta_rule(
-        self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        strength: Tensor | None,
+        scale: float | None = None,
     ) -> Tensor:
         """Return the output of `ramify.model.delta_rule.gated_delta_rule` for each token."""
         inputs = query, key, value, log_decay, strength
         if self.uses_kernels:
-            return pass_tracks(*inputs, self.tracks)
-        return gated_delta_rule(*inputs, self.chunks)
+            return pass_tracks(*inputs, self.tracks, scale)
+        return gated_delta_rule(*inputs, self.chunks, scale)
 
 
 def convolve_paths(rows: Tensor, weight: Tensor, bias: Tensor | None, paths: PathTables) -> Tensor:
@@ -131,24 +137,37 @@ def convolve_paths(rows: Tensor, weight: Tensor, bias: Tensor | None, paths: Pat
 
 
 def pass_tracks(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, tracks: TrackTables
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    strength: Tensor | None,
+    tracks: TrackTables,
+    scale: float | None = None,
 ) -> Tensor:
     """Return the gated delta rule by the Triton kernels, which need widths of powers of two, at least 64."""
     from ramify.model.kernels.cuda.delta_rule import gated_delta_rule_op  # needs Triton
 
-    scale, width = query.shape[-1] ** -0.5, value.shape[-1]
+    scale, width = query.shape[-1] ** -0.5 if scale is None else scale, value.shape[-1]
     inputs = [_pad_width(tensor, round_up_width(tensor.shape[-1])).contiguous() for tensor in (query, key, value)]
-    scalars = (tensor.float().contiguous() for tensor in (log_decay, strength))
+    scalars = (tensor if tensor is None else tensor.float().contiguous() for tensor in (log_decay, strength))
     out, _, _ = gated_delta_rule_op(*inputs, *scalars, *tracks, CHUNK_SIZE, scale)
     return out if out.shape[-1] == width else out[..., :width]
 
 
 def measure_kernel_error(
-    key_heads: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+    key_heads: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    has_correction: bool = True,
 ) -> float:
     """Return the largest relative error of the Triton kernels' output and gradients. One of two trees repeats tokens.
 
-    The reference is PyTorch in float64.
+    The reference is PyTorch in float64. Without the correction of the delta rule, it is gated linear attention.
     """
     stop, parent = np.array([6, 9, 14, 17], np.int32) + CHUNK_SIZE, np.array([-1, 0, 0, -1], np.int32)
     segments = ForestSegments(np.append(np.int32(0), stop[:-1]), stop, parent, (parent + 1).astype(np.int32))
@@ -165,13 +184,14 @@ def measure_kernel_error(
         inputs = [tensor.to(place, wide or dtype).requires_grad_() for tensor in vectors]
         inputs += [
             tensor.to(place, wide or torch.float32).requires_grad_()
-            for tensor in (-decay.abs() * rates, strength.sigmoid())
+            for tensor in (-decay.abs() * rates, strength.sigmoid())[: 1 + has_correction]
         ]
+        optional = inputs[4] if has_correction else None
         with torch.enable_grad():
             if wide is None:
-                out = pass_tracks(*inputs, tracks=TrackTables.from_chunks(chunks, place))
+                out = pass_tracks(*inputs[:4], strength=optional, tracks=TrackTables.from_chunks(chunks, place))
             else:
-                out = gated_delta_rule(*inputs, ChunkBatch.from_chunks(chunks))
+                out = gated_delta_rule(*inputs[:4], optional, ChunkBatch.from_chunks(chunks))
             results.append([out.detach(), *torch.autograd.grad(out, inputs, gradient.to(out))])
     errors = [(actual.cpu() - exact).norm() / exact.norm() for actual, exact in zip(*results)]
     return float(torch.stack(errors).max())  # unlike Python's, it keeps NaN

@@ -484,6 +484,19 @@ def test_the_measured_error_of_the_kernels_is_rounding(dtype, limit):
     assert 0 < measure_kernel_error(1, 2, 12, 20, dtype, DEVICE) < limit
 
 
+@pytest.mark.parametrize(
+    ("heads", "dtype", "limit"),
+    [
+        (1, torch.float32, 1e-5),
+        pytest.param(4, torch.float32, 1e-5, marks=long_in_the_interpreter),
+        pytest.param(2, torch.float16, 3e-3, marks=long_in_the_interpreter),
+    ],
+)
+def test_the_measured_error_of_linear_attention_is_rounding(heads, dtype, limit):
+    key_heads = max(1, heads // 2)
+    assert 0 < measure_kernel_error(key_heads, heads, 12, 20, dtype, DEVICE, has_correction=False) < limit
+
+
 @pytest.mark.parametrize(("width", "has_bias"), [(4, False), (3, True)])
 def test_convolutions_along_paths_equal_sums_over_ancestors(width, has_bias):
     ancestors = find_ancestors(build_segments(), 3)

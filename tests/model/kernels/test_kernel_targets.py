@@ -205,7 +205,7 @@ def train_layer(width: int, dtype: torch.dtype) -> None:
 
 
 def train_recurrent_layer(width: int, dtype: torch.dtype) -> None:
-    """Run the operators of a gated delta net forward and backward."""
+    """Run the operators of a gated delta net, and gated linear attention, forward and backward."""
     from ramify.model.forest_recurrence import PathTables, TrackTables, convolve_paths, pass_tracks
     from ramify.model.kernels.cuda.activate_heads import activate_heads_op
 
@@ -221,6 +221,8 @@ def train_recurrent_layer(width: int, dtype: torch.dtype) -> None:
     query, key = (zeros(tokens, key_heads, width) for _ in range(2))
     scalars = (zeros(tokens, heads, dtype=torch.float32) for _ in range(2))
     out = pass_tracks(query, key, zeros(tokens, heads, width), *scalars, tracks)
+    decay = zeros(tokens, heads, dtype=torch.float32)
+    out = out + pass_tracks(query, key, zeros(tokens, heads, width), decay, None, tracks, scale=1.0)
     paths = PathTables.from_ancestors(find_ancestors(segments, 3), cpu)
     rows = convolve_paths(zeros(tokens, 4 * width), zeros(4 * width, 1, 4), zeros(4 * width), paths)
     split: Any = activate_heads_op

@@ -1,4 +1,4 @@
-"""The gated delta rule over a forest on CUDA: Triton kernels on chunks, and on tracks of chunks.
+"""The gated delta rule and gated linear attention over a forest on CUDA: Triton kernels on chunks and tracks.
 
 The formulas are in docs/design/recurrent-forests.md, with the same letters. All kernels but two compute one chunk of
 one head per program, for all chunks at once. `_pass_states` takes the state of a head along a track, chunk by chunk,
@@ -10,6 +10,9 @@ of a token writes its output. The gradients of inputs are summed over the rows o
 
 The engine's prompts are tracks, too: each begins with the state in its request's slot and leaves its last state there
 (`continue_tracks`).
+
+Gated linear attention has no strengths, so T, U and W are missing, and N is v. The kernels get None in their place and
+leave out what depends on them; two are not launched.
 
 The forward pass saves the inverse of each chunk's triangular system; the states before the chunks are computed again in
 the backward pass. Products of bfloat16 are accumulated in float32, and the state that is passed on is float32.
@@ -171,19 +174,20 @@ def _solve(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute G, the running sum of log decays, and T, the inverse of the triangular system."""
+    """Compute G, the running sum of log decays, and with STRENGTH also T, the inverse of the triangular system."""
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
     row, is_row, token = _list_rows(ROWS, start, stop, C)
     decay = tl.cumsum(_load_scalars(LOG_DECAY, token, is_row, head, HEADS), 0)
     tl.store(DECAY + row * HEADS + head, decay, mask=is_row)
-    strength = _load_scalars(STRENGTH, token, is_row, head, HEADS)
-    key = _load_rows(KEY, token, is_row, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, K)
-    index = tl.arange(0, C)
-    system = tl.dot(key, tl.trans(key), input_precision=PRECISION) * _pair_decay(decay, C) * strength[:, None]
-    system = tl.where(index[:, None] > index[None, :], system, 0.0)
-    inverse = _invert(system, C, 16, SOLVE_PRECISION)
-    _store_rows(INVERSE, inverse, row, is_row, head, 0, HEADS, C, C)
+    if STRENGTH is not None:
+        strength = _load_scalars(STRENGTH, token, is_row, head, HEADS)
+        key = _load_rows(KEY, token, is_row, head // (HEADS // KEY_HEADS), 0, KEY_HEADS, K, K)
+        index = tl.arange(0, C)
+        system = tl.dot(key, tl.trans(key), input_precision=PRECISION) * _pair_decay(decay, C) * strength[:, None]
+        system = tl.where(index[:, None] > index[None, :], system, 0.0)
+        inverse = _invert(system, C, 16, SOLVE_PRECISION)
+        _store_rows(INVERSE, inverse, row, is_row, head, 0, HEADS, C, C)
 
 
 @triton.jit
@@ -218,6 +222,7 @@ def _pass_states(
 ):  # fmt: skip
     """Take columns of a head's state along a track: store S₀ and N of each chunk, and the state at each fork.
 
+    Without W, U holds the values of tokens.
     In the engine, a track has adjacent chunks, and forks are slots of KEY_DIM x VALUE_DIM states, SLOT_STRIDE apart.
     """
     column, head, track = tl.program_id(0) * BV, tl.program_id(1), first_track + tl.program_id(2)
@@ -230,9 +235,12 @@ def _pass_states(
         row, is_row, token = _list_rows(ROWS, start, stop, C)
         narrow = state.to(STATES.dtype.element_ty)
         tl.store(STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV), narrow)
-        w = _load_rows(W, row, is_row, head, 0, HEADS, K, K)
-        new = _load_rows(U, row, is_row, head, column, HEADS, V, BV)
-        new = new.to(tl.float32) - tl.dot(w, narrow, input_precision=PRECISION)
+        if W is not None:
+            w = _load_rows(W, row, is_row, head, 0, HEADS, K, K)
+            new = _load_rows(U, row, is_row, head, column, HEADS, V, BV)
+            new = new.to(tl.float32) - tl.dot(w, narrow, input_precision=PRECISION)
+        else:
+            new = _load_rows(U, token, is_row, head, column, HEADS, V, BV).to(tl.float32)
         _store_rows(NEW, new, row, is_row, head, column, HEADS, V, BV)
         decay = _load_decay(DECAY, start, stop, head, HEADS, C)
         last = tl.load(DECAY + (stop - 1) * HEADS + head)
@@ -333,10 +341,12 @@ def _pass_gradients(
         _store_rows(D_NEW, d_new, row, is_row, head, column, HEADS, V, BV)
         query = _load_rows(QUERY, token, is_row, key_head, 0, KEY_HEADS, K, K)
         grad = _load_rows(GRAD, token, writes_output, head, column, HEADS, V, BV)
-        w = _load_rows(W, row, is_row, head, 0, HEADS, K, K)
+        if W is not None:
+            w = _load_rows(W, row, is_row, head, 0, HEADS, K, K)
         grad = (grad * (tl.exp(decay) * scale)[:, None]).to(key.dtype)
         d_state = tl.dot(tl.trans(query), grad, d_state * tl.exp(last), input_precision=PRECISION)
-        d_state -= tl.dot(tl.trans(w), d_new, input_precision=PRECISION)
+        if W is not None:
+            d_state -= tl.dot(tl.trans(w), d_new, input_precision=PRECISION)  # pyrefly: ignore[unbound-name]
     if tl.load(TRACKS + 3 * track + 2) >= 0:
         tl.store(D_STARTS + _state_offsets(track - num_roots, head, column, HEADS, K, V, BV), d_state)
 
@@ -348,7 +358,10 @@ def _backward_states(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of queries and W, and the gradients of keys and G but for what comes through T."""
+    """Compute the gradients of queries and W, and the gradients of keys and G but for what comes through T.
+
+    Without D_W nothing comes through T, and D_DECAY gets the gradient of log decays.
+    """
     head, chunk = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(CHUNKS + 3 * chunk), tl.load(CHUNKS + 3 * chunk + 1)
     row, is_row, token = _list_rows(ROWS, start, stop, C)
@@ -361,12 +374,15 @@ def _backward_states(
         d_state = tl.load(D_STATES + _state_offsets(chunk, head, column, HEADS, K, V, BV))
         grad = _load_rows(GRAD, token, writes_output, head, column, HEADS, V, BV)
         new = _load_rows(NEW, row, is_row, head, column, HEADS, V, BV)
-        d_new = _load_rows(D_NEW, row, is_row, head, column, HEADS, V, BV)
+        if D_W is not None:
+            d_new = _load_rows(D_NEW, row, is_row, head, column, HEADS, V, BV)
         d_query = tl.dot(grad, tl.trans(state), d_query, input_precision=PRECISION)
         d_key = tl.dot(new, tl.trans(d_state), d_key, input_precision=PRECISION)
-        d_w = tl.dot(d_new, tl.trans(state), d_w, input_precision=PRECISION)
+        if D_W is not None:
+            d_w = tl.dot(d_new, tl.trans(state), d_w, input_precision=PRECISION)  # pyrefly: ignore[unbound-name]
         state_product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32))
-    _store_rows(D_W, -d_w, row, is_row, head, 0, HEADS, K, K)
+    if D_W is not None:
+        _store_rows(D_W, -d_w, row, is_row, head, 0, HEADS, K, K)
     query = _load_rows(QUERY, token, is_row, key_head, 0, KEY_HEADS, K, K)
     key = _load_rows(KEY, token, is_row, key_head, 0, KEY_HEADS, K, K)
     decay = _load_decay(DECAY, start, stop, head, HEADS, C)
@@ -394,6 +410,8 @@ def _backward_states(
     d_key = tl.dot(d_scores_t.to(key.dtype), query, d_key, input_precision=PRECISION)
     _store_rows(D_QUERY, d_query, row, is_row, head, 0, HEADS, K, K)
     _store_rows(D_KEY, d_key, row, is_row, head, 0, HEADS, K, K)
+    if D_W is None:
+        d_decay = tl.sum(d_decay) - tl.cumsum(d_decay, 0) + d_decay
     tl.store(D_DECAY + row * HEADS + head, d_decay, mask=is_row)
 
 
@@ -465,7 +483,7 @@ def gated_delta_rule_op(
     key: Tensor,
     value: Tensor,
     log_decay: Tensor,
-    strength: Tensor,
+    strength: Tensor | None,
     rows: Tensor,
     output_rows: Tensor,
     token_rows: Tensor,
@@ -480,6 +498,7 @@ def gated_delta_rule_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs, and G and T of rows for the backward pass. Widths of heads are powers of two, at least 64.
 
+    Without `strength` it is gated linear attention, and T is empty.
     `rows` [rows] are the tokens of the chunks' rows, `output_rows` [tokens] the rows with the outputs, `token_rows`
     [rows] the rows of each token, and `first_rows` [tokens + 1] where they begin. `chunks` [chunks, 3] are start, stop
     and fork of each chunk, `track_chunks` the chunks of all tracks, `tracks` [tracks, 3] where a track begins and ends
@@ -524,7 +543,7 @@ def _compute_tracks(
     key: Tensor,
     value: Tensor,
     log_decay: Tensor,
-    strength: Tensor,
+    strength: Tensor | None,
     chunks: Tensor,
     track_chunks: Tensor | None,
     tracks: Tensor,
@@ -539,7 +558,8 @@ def _compute_tracks(
     """Write the outputs of all tracks; return G and T. `bounds` are the first track of each round, and their number."""
     sizes, (rows, _) = _get_sizes(query, value, chunk_size), row_tables
     grid, num_rows = (sizes["HEADS"], len(chunks)), len(value if rows is None else rows)
-    decay, inverse = log_decay.new_empty(num_rows, grid[0]), value.new_empty(num_rows, grid[0], chunk_size)
+    decay = log_decay.new_empty(num_rows, grid[0])
+    inverse = value.new_empty(_get_inverse_shape(decay, strength, chunk_size))
     _solve[grid](key, log_decay, strength, rows, chunks, decay, inverse, **_get_constants("_solve", sizes, value))
     tables = chunks, track_chunks, tracks
     states, new, _, _ = _compute_states(
@@ -554,7 +574,7 @@ def _compute_states(
     key: Tensor,
     value: Tensor,
     decay: Tensor,
-    strength: Tensor,
+    strength: Tensor | None,
     inverse: Tensor,
     rows: Tensor | None,
     chunks: Tensor,
@@ -564,13 +584,15 @@ def _compute_states(
     bounds: list[int],
     sizes: dict[str, int],
     slots: dict[str, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return S₀ of each chunk, and N, U and W of each row."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return S₀ of each chunk, and N, U and W of each row; without strengths, the values of tokens and None."""
     heads, key_dim, value_dim = sizes["HEADS"], sizes["K"], sizes["V"]
-    u, w = (value.new_empty(len(decay), heads, width) for width in (value_dim, key_dim))
-    constants = _get_constants("_transform", sizes, value)
-    _transform[heads, len(chunks)](key, value, decay, strength, inverse, rows, chunks, u, w, **constants)
-    states, new = value.new_empty(len(chunks), heads, key_dim, value_dim), torch.empty_like(u)
+    new, u, w = value.new_empty(len(decay), heads, value_dim), value, None
+    if strength is not None:
+        u, w = torch.empty_like(new), value.new_empty(len(decay), heads, key_dim)
+        constants = _get_constants("_transform", sizes, value)
+        _transform[heads, len(chunks)](key, value, decay, strength, inverse, rows, chunks, u, w, **constants)
+    states = value.new_empty(len(chunks), heads, key_dim, value_dim)
     constants = _get_constants("_pass_states", sizes, value)
     constants |= slots or {"SLOT_STRIDE": 0, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
     for first, stop in pairwise(bounds):
@@ -591,7 +613,7 @@ def gated_delta_rule_backward_op(
     key: Tensor,
     value: Tensor,
     decay: Tensor,
-    strength: Tensor,
+    strength: Tensor | None,
     inverse: Tensor,
     rows: Tensor,
     output_rows: Tensor,
@@ -605,7 +627,10 @@ def gated_delta_rule_backward_op(
     chunk_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the inputs; `grad` is the gradient of each token's output."""
+    """Return the gradients of the inputs; `grad` is the gradient of each token's output.
+
+    The gradient of strengths is empty if there are none.
+    """
     row_tables = (rows, output_rows) if len(rows) > len(value) else NO_REPEATS
     row_tokens, sizes = row_tables[0], _get_sizes(query, value, chunk_size)
     heads, key_heads, value_dim = sizes["HEADS"], sizes["KEY_HEADS"], sizes["V"]
@@ -625,24 +650,36 @@ def gated_delta_rule_backward_op(
             query, key, w, decay, grad, *row_tables, *tables, fork_tracks, d_states, d_new, d_starts,
             first, num_roots, scale, **constants,
         )  # fmt: skip
-    d_query, d_key, d_key_states, d_w = (torch.empty_like(w) for _ in range(4))
-    d_value, d_decay, d_log_decay, d_strength = torch.empty_like(u), *(torch.empty_like(decay) for _ in range(3))
+    d_query, d_key = (value.new_empty(*new.shape[:2], sizes["K"]) for _ in range(2))
+    d_w, d_value, d_log_decay, d_strength = None, d_new, torch.empty_like(decay), decay.new_empty(0)
+    if w is not None:
+        d_w = torch.empty_like(w)
     constants = _get_constants("_backward_states", sizes, value)
     _backward_states[heads, len(chunks)](
         query, key, new, decay, states, grad, d_states, d_new, *row_tables, chunks,
-        d_query, d_key_states, d_w, d_decay, scale, **constants,
+        d_query, d_key, d_w, d_log_decay, scale, **constants,
     )  # fmt: skip
-    constants = _get_constants("_backward_system", sizes, value)
-    _backward_system[heads, len(chunks)](
-        key, value, u, w, decay, strength, inverse, d_new, d_w, d_key_states, d_decay, row_tokens, chunks,
-        d_key, d_value, d_log_decay, d_strength, **constants,
-    )  # fmt: skip
+    if strength is not None:
+        d_key_states, d_decay = d_key, d_log_decay
+        d_key, d_value = torch.empty_like(d_key), torch.empty_like(u)
+        d_log_decay, d_strength = torch.empty_like(decay), torch.empty_like(decay)
+        constants = _get_constants("_backward_system", sizes, value)
+        _backward_system[heads, len(chunks)](
+            key, value, u, w, decay, strength, inverse, d_new, d_w, d_key_states, d_decay, row_tokens, chunks,
+            d_key, d_value, d_log_decay, d_strength, **constants,
+        )  # fmt: skip
     if heads > key_heads:
         d_query, d_key = (tensor.unflatten(1, (key_heads, -1)).sum(2) for tensor in (d_query, d_key))
     if row_tokens is not None:
-        grads = d_query, d_key, d_value, d_log_decay, d_strength
-        d_query, d_key, d_value, d_log_decay, d_strength = (sum_rows(part, token_rows, first_rows) for part in grads)
+        grads = d_query, d_key, d_value, d_log_decay
+        d_query, d_key, d_value, d_log_decay = (sum_rows(part, token_rows, first_rows) for part in grads)
+        d_strength = d_strength if strength is None else sum_rows(d_strength, token_rows, first_rows)
     return d_query, d_key, d_value, d_log_decay, d_strength
+
+
+def _get_inverse_shape(decay: Tensor, strength: Tensor | None, chunk_size: int) -> tuple[int, ...]:
+    """Return the shape of T of all rows."""
+    return (0,) if strength is None else (*decay.shape, chunk_size)
 
 
 def _get_sizes(query: Tensor, value: Tensor, chunk_size: int) -> dict[str, int]:
@@ -666,14 +703,16 @@ def _get_constants(kernel: str, sizes: dict[str, int], value: Tensor) -> dict[st
 
 
 @gated_delta_rule_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, *rest: Any) -> Any:
-    shape, chunk_size = (rest[0].shape[0], value.shape[1]), rest[-2]
-    return torch.empty_like(value), log_decay.new_empty(shape), value.new_empty(*shape, chunk_size)
+def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor | None, *rest: Any) -> Any:
+    decay = log_decay.new_empty(rest[0].shape[0], value.shape[1])
+    return torch.empty_like(value), decay, value.new_empty(_get_inverse_shape(decay, strength, rest[-2]))
 
 
 @gated_delta_rule_backward_op.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, *rest: Any) -> Any:
-    return tuple(map(torch.empty_like, (query, key, value, strength, strength)))
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Any, *rest: Any) -> Any:
+    scalars = decay.new_empty(value.shape[:2])
+    d_strength = decay.new_empty(0) if strength is None else torch.empty_like(scalars)
+    return *map(torch.empty_like, (query, key, value)), scalars, d_strength
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -684,8 +723,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _autograd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    grads = gated_delta_rule_backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.chunk_size, ctx.scale)
-    return *grads, *(None,) * 11
+    *grads, d_strength = gated_delta_rule_backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.chunk_size, ctx.scale)
+    return *grads, d_strength if ctx.needs_input_grad[4] else None, *(None,) * 11
 
 
 gated_delta_rule_op.register_autograd(_autograd_backward, setup_context=_setup_context)
