@@ -28,6 +28,21 @@ from tests.support.training import (
 pytestmark = pytest.mark.promise
 
 TOLERANCE = 3e-5
+HEADS = {
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+MROPE = {**ROPE, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+PUBLISHED_HEADS = {  # of the config.json of Qwen3.5-4B and -9B, and of Qwen3-Next-80B-A3B
+    "qwen3_5": {**HEADS, "num_key_value_heads": 4, "rope_parameters": MROPE},
+    "qwen3_next": {**HEADS, "num_key_value_heads": 2, "rope_parameters": ROPE},
+}
 CASES = {
     "branches": lambda rng: [build_attempt(rng, "a", [-1, 0, 0, 0, 1, 1, 4, 4, 4])],
     "roots": lambda rng: [build_attempt(rng, "a", [-1, 0, -1, 2, 2, -1, 5, 0], tokens=3)],  # shorter than convolutions
@@ -51,6 +66,20 @@ def test_a_forest_and_its_packs_give_the_flat_gradients(shape, case):
     recompute_layers(policy.model, 2)
     flat_packs = pack_forests([forest], 200, flat=True)
     assert_same_gradients(train_forest(policy, flat_packs, counts), flat, TOLERANCE)
+
+
+@pytest.mark.full("wide heads")
+@pytest.mark.parametrize("shape", PUBLISHED_HEADS)
+def test_heads_as_published_give_the_flat_gradients(shape):
+    config = HYBRIDS[shape].__class__(**HYBRIDS[shape].to_dict() | PUBLISHED_HEADS[shape])
+    attempts = CASES["group"](Random(2))
+    forest = build_forest([attempt.sample() for attempt in attempts])
+    counts = forest.count_by_component()
+    policy = build_policy(config)
+    flat = train_flat(build_model(config, "eager"), attempts, counts)
+    assert_same_gradients(train_forest(policy, [forest], counts), flat, TOLERANCE)
+    packs = pack_forests([forest], len(forest) // 2)
+    assert_same_gradients(train_forest(policy, packs, counts), flat, TOLERANCE)
 
 
 @pytest.mark.parametrize("shape", ["qwen3_5", "lfm2"])
@@ -92,8 +121,14 @@ class Float64Mode(TorchFunctionMode):
         return func(*args, **wide)
 
 
-@pytest.mark.parametrize(  # the experts of the other are float32 only
-    "shape", ["qwen3_5", pytest.param("olmo_hybrid", marks=pytest.mark.full("has the delta rule of qwen3_5")), "lfm2"]
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "qwen3_5",
+        pytest.param("qwen3_next", marks=pytest.mark.full("has the delta rule of qwen3_5")),
+        pytest.param("olmo_hybrid", marks=pytest.mark.full("has the delta rule of qwen3_5")),
+        "lfm2",
+    ],
 )
 def test_a_forest_is_as_near_to_float64_as_flat_paths(shape):
     errors = {"forest": 0.0, "flat": 0.0}
@@ -106,6 +141,7 @@ def test_a_forest_is_as_near_to_float64_as_flat_paths(shape):
             "forest": train_forest(policy, [forest], counts),
             "flat": train_forest(policy, pack_forests([forest], len(forest), flat=True), counts),
         }
+        model.set_experts_implementation("eager")  # grouped products have no float64
         with Float64Mode():
             exact = train_flat(model.double(), attempts, counts).gradients
         for kind, result in results.items():
