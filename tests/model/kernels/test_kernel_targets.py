@@ -4,8 +4,12 @@ The operators are called with tensors on the CPU, and what they would launch is 
 are compiled with the sizes that the operators choose.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ramify
 from ramify.model.forest_chunks import ForestChunks, find_ancestors
 from ramify.model.forest_segments import ForestSegments
 from ramify.model.kernels.attention_plan import build_plan
@@ -25,7 +30,6 @@ from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
 
-pytestmark = [pytest.mark.process, pytest.mark.full("minutes of compilation")]
 triton = pytest.importorskip("triton")
 
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # of a block, by compute capability
@@ -240,7 +244,7 @@ def train_head(dtype: torch.dtype) -> None:
     differentiate_logits(logits, target_ids, ones, reduced[2], ones, transform)
 
 
-def update_weights(moments: str) -> None:
+def update_weights(moments: str, num_packs: int) -> None:
     """Run the fused AdamW."""
     from ramify.train.fused_adamw import FusedAdamW
     from ramify.train.master_weights import MasterWeights
@@ -250,17 +254,9 @@ def update_weights(moments: str) -> None:
     parameters = list(module.parameters())
     optimizer = FusedAdamW([{"params": parameters}], masters, parameters if moments == "8bit" else [], lr=1e-3)
     optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
-    masters.zero_grad(num_packs=1)
+    masters.zero_grad(num_packs=num_packs)
     module["weight"].sum().backward()
     optimizer.step()
-
-
-def check_launches(launches: list[Launch], capability: int, expected: set[str]) -> None:
-    """Compile the kernels of all launches."""
-    assert {kernel.__name__ for kernel, _ in launches} == expected
-    for kernel, arguments in launches:
-        size = compile_launch((kernel, arguments), capability).metadata.shared
-        assert size <= SHARED_MEMORY[capability], f"{kernel.__name__} needs {size} bytes of shared memory"
 
 
 def multiply_rows(mode: QuantizeMode, num_rows: int, dtype: torch.dtype) -> None:
@@ -271,101 +267,65 @@ def multiply_rows(mode: QuantizeMode, num_rows: int, dtype: torch.dtype) -> None
     multiply(torch.zeros(num_rows, 2048, dtype=dtype), matrix)
 
 
-DECODER_KERNELS = {"_add_norm", "_rotate_and_cache", "_attend", "_attend_chunks", "_merge", "_silu_product"}
-SAMPLING_KERNELS = {"_gather_ids", "_sum_parts", "_select_tokens"}
-for_each_capability = pytest.mark.parametrize("capability", SHARED_MEMORY)
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+BOTH = (BFLOAT16, FLOAT32)
+OPERATORS: list[partial[None]] = [
+    *(partial(run_decoder, *heads, BFLOAT16) for heads in ((14, 2, 64), (8, 8, 80), (32, 8, 128), (16, 2, 256))),
+    *(partial(run_decoder, *heads, FLOAT32) for heads in ((32, 8, 128), (16, 2, 256))),
+    *(partial(run_gated_layers, 16, heads, 128, dtype) for heads in (16, 32) for dtype in BOTH),
+    *(partial(run_short_convolution, *conv, dtype) for conv in ((2048, False), (1000, True)) for dtype in BOTH),
+    *(partial(train_layer, width, dtype) for width in (128, 256) for dtype in BOTH),
+    *(partial(train_recurrent_layer, 128, dtype) for dtype in BOTH),
+    *(partial(train_head, dtype) for dtype in BOTH),
+    *(partial(multiply_rows, mode, rows, BFLOAT16) for mode in ("8bit", "4bit") for rows in (1, 64, 128, 129)),
+    *(partial(multiply_rows, mode, 16, FLOAT32) for mode in ("8bit", "4bit")),
+    *(partial(update_weights, moments, packs) for moments in ("float32", "8bit") for packs in (1, 2)),
+]
 
 
-@for_each_capability
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "dtype"),
-    [
-        (14, 2, 64, torch.bfloat16),
-        (8, 8, 80, torch.bfloat16),
-        (32, 8, 128, torch.bfloat16),
-        (32, 8, 128, torch.float32),
-        (16, 2, 256, torch.bfloat16),
-        (16, 2, 256, torch.float32),
-    ],
-)
-def test_the_kernels_of_the_engine_compile(heads, kv_heads, head_dim, dtype, capability, monkeypatch):
-    launches = record_launches(monkeypatch, lambda: run_decoder(heads, kv_heads, head_dim, dtype))
-    check_launches(launches, capability, DECODER_KERNELS | SAMPLING_KERNELS)
+def find_kernels() -> set[str]:
+    """Return the names of all kernels of the package: functions in Triton that no other function in Triton calls."""
+    functions: dict[str, Any] = {}
+    package = Path(ramify.__file__).parent
+    for path in package.rglob("*.py"):
+        if re.search(r"(import|from) triton", path.read_text(encoding="utf-8")):
+            module = import_module(".".join(("ramify", *path.relative_to(package).with_suffix("").parts)))
+            values = [value for value in vars(module).values() if isinstance(value, triton.JITFunction)]
+            functions |= {get_name(value): value.fn for value in values}
+    called = {
+        get_name(value)
+        for function in functions.values()
+        for name in function.__code__.co_names
+        if isinstance(value := function.__globals__.get(name), triton.JITFunction)
+    }
+    return functions.keys() - called
 
 
-@for_each_capability
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("key_heads", "heads"), [(16, 16), (16, 32)])
-def test_the_kernels_of_gated_layers_compile(key_heads, heads, dtype, capability, monkeypatch):
-    launches = record_launches(monkeypatch, lambda: run_gated_layers(key_heads, heads, 128, dtype))
-    expected = {"_add_norm", "_convolve", "_apply_rule", "_norm_and_gate", "_rotate_and_cache", "_gate_heads"}
-    expected |= {"_split_chunk", "_solve", "_transform", "_pass_states", "_compute_outputs"}
-    check_launches(launches, capability, expected | {"_silu_product"})
+def get_name(kernel: Any) -> str:
+    """Return the name of a kernel with its module, because several modules have a `_forward`."""
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
 
 
-@for_each_capability
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("channels", "has_bias"), [(2048, False), (1000, True)])
-def test_short_convolutions_compile(channels, has_bias, dtype, capability, monkeypatch):
-    launches = record_launches(monkeypatch, lambda: run_short_convolution(channels, has_bias, dtype))
-    check_launches(launches, capability, {"_convolve"})
+def test_every_kernel_is_compiled_below(monkeypatch):
+    launches = [launch for operator in OPERATORS for launch in record_launches(monkeypatch, operator)]
+    missing = find_kernels() - {get_name(kernel) for kernel, _ in launches}
+    assert not missing, f"add operators that launch {', '.join(sorted(missing))} to OPERATORS"
 
 
-@for_each_capability
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("width", [128, 256])
-def test_the_kernels_of_the_trainer_compile(width, dtype, capability, monkeypatch):
-    from ramify.model.kernels.cuda.tree_attention import choose_tile
-
-    launches = record_launches(monkeypatch, lambda: train_layer(width, dtype))
-    for _, arguments in launches:
-        if "TILE" in arguments:
-            row_bytes = width * dtype.itemsize
-            arguments["TILE"] = choose_tile(BLOCK_SIZE, row_bytes, SHARED_MEMORY[capability])
-    check_launches(launches, capability, {"_forward", "_backward", "_backward_queries", "_backward_keys"})
+def name_operator(operator: partial[None]) -> str:
+    return "-".join([operator.func.__name__, *map(str, operator.args)])
 
 
-DELTA_RULE_KERNELS = {
-    "_solve",
-    "_transform",
-    "_pass_states",
-    "_compute_outputs",
-    "_backward_outputs",
-    "_pass_gradients",
-    "_backward_states",
-    "_backward_system",
-    "_sum_rows",
-}
-SPLIT_KERNELS = {"_activate_heads", "_backward_activate_heads"}
-CONVOLUTION_KERNELS = {"_convolve", "_backward_rows", "_backward_fork_rows", "_backward_weight"}
+@pytest.mark.process
+@pytest.mark.full("minutes of compilation")
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("operator", OPERATORS, ids=name_operator)
+def test_the_kernels_of_an_operator_compile_within_shared_memory(operator, capability, monkeypatch):
+    from ramify.model.kernels.cuda import tree_attention
 
-
-@for_each_capability
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_kernels_of_recurrent_layers_compile(dtype, capability, monkeypatch):
-    launches = record_launches(monkeypatch, lambda: train_recurrent_layer(128, dtype))
-    check_launches(launches, capability, DELTA_RULE_KERNELS | CONVOLUTION_KERNELS | SPLIT_KERNELS)
-
-
-@for_each_capability
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_kernels_of_the_head_compile(dtype, capability, monkeypatch):
-    launches = record_launches(monkeypatch, lambda: train_head(dtype))
-    check_launches(launches, capability, {"_reduce_row", "_differentiate"})
-
-
-@for_each_capability
-@pytest.mark.parametrize("mode", ["8bit", "4bit"])
-@pytest.mark.parametrize(
-    ("num_rows", "dtype"), [*((rows, torch.bfloat16) for rows in (1, 64, 128, 129)), (16, torch.float32)], ids=str
-)
-def test_the_kernels_of_quantized_products_compile(num_rows, dtype, mode, capability, monkeypatch):
-    launches = record_launches(monkeypatch, lambda: multiply_rows(mode, num_rows, dtype))
-    check_launches(launches, capability, {"_dequantize"} if num_rows == 129 else {"_multiply", "_sum_parts"})
-
-
-@for_each_capability
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_the_optimizer_compiles(moments, capability, monkeypatch):
-    launches = record_launches(monkeypatch, lambda: update_weights(moments))
-    check_launches(launches, capability, {"_adamw_kernel"})
+    for kernel, arguments in record_launches(monkeypatch, operator):
+        if kernel.fn.__module__ == tree_attention.__name__:  # the tile depends on the GPU
+            row_bytes = arguments["D"] * arguments["Q"].dtype.itemsize
+            arguments["TILE"] = tree_attention.choose_tile(BLOCK_SIZE, row_bytes, SHARED_MEMORY[capability])
+        size = compile_launch((kernel, arguments), capability).metadata.shared
+        assert size <= SHARED_MEMORY[capability], f"{get_name(kernel)} needs {size} bytes of shared memory"
