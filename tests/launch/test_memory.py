@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import DynamicCache
 
 from ramify.infer.config import EngineAdaptersConfig, EngineConfig, EngineLimits, VLLMConfig
 from ramify.launch.memory import DEQUANTIZED_PARTS_BYTES, estimate_engine
@@ -22,11 +23,11 @@ from ramify.model.kernels.chunk_plan import MIN_CHUNK_ROWS, plan_chunks
 from ramify.model.kernels.paged_attention import StepSequences
 from ramify.model.kernels.recurrent_ops import DeltaRuleWeights
 from ramify.model.kernels.state_pool import StatePool, StateSpec
-from ramify.model.load import load_engine_model
+from ramify.model.load import load_config, load_engine_model
 from ramify.model.lora import add_engine_adapters
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.memory import TORCH_BASE_BYTES, ModelSize
-from tests.support.models import HYBRIDS
+from tests.support.models import HYBRIDS, MAMBA2, reference, write_random_model
 from tests.support.training import CONFIGS, build_model
 
 
@@ -100,6 +101,16 @@ def test_chunks_of_prompts_in_a_gated_delta_net_take_memory(tmp_path, value_head
     hidden_bytes = 3 * 1024 * 8192 * 2  # the layer's input, its norm and its result
     measured = measure_delta_rule(16, value_heads, key_dim, value_dim, 8192, monkeypatch)
     assert 0 <= use.workspace - TORCH_BASE_BYTES - hidden_bytes - measured <= 0.01 * measured
+
+
+def test_prompts_in_a_mamba2_layer_take_memory(tmp_path):
+    model = write_random_model("granitemoehybrid", tmp_path, **MAMBA2)
+    size, layer = ModelSize.from_name(str(model)), reference(model, "bfloat16").model.layers[0].mamba
+    assert size is not None
+    rows = torch.zeros(1, 256, size.hidden_size, dtype=torch.bfloat16)
+    with torch.no_grad(), PeakAllocation() as allocation:
+        layer(rows, cache_params=DynamicCache(config=load_config(model)))
+    assert allocation.peak == pytest.approx(256 * 2 * size.recurrent_row_elements, rel=0.1)
 
 
 @pytest.mark.parametrize(("mode", "bits"), [("8bit", 8.25), ("4bit", 4.25)])

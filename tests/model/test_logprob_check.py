@@ -77,7 +77,7 @@ def drop_paths(module, args, kwargs):
     return args, {name: value for name, value in kwargs.items() if name != "seq_idx"}
 
 
-@pytest.mark.parametrize("shape", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
+@pytest.mark.parametrize("shape", ["qwen3_5", "qwen3_next", "olmo_hybrid", "granitemoehybrid"])
 def test_trainer_rejects_states_that_pass_from_tree_to_tree(shape):
     policy = build_policy(HYBRIDS[shape])
     _check_agreement(policy)

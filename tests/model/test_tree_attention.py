@@ -234,7 +234,7 @@ def test_models_with_unknown_recurrent_layers_get_chains():
     assert choose_pack_layout(SEQUENTIAL) is PackLayout.CHAINS
     for kind in ("mamba", "minimax", "falcon_h1", "bamba"):
         assert choose_pack_layout(AutoConfig.for_model(kind)) is PackLayout.CHAINS, kind
-    for kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe"):
+    for kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe", "granitemoehybrid"):
         assert choose_pack_layout(AutoConfig.for_model(kind)) is PackLayout.FOREST, kind
     wide = AutoConfig.for_model("lfm2", conv_L_cache=5, layer_types=["conv"], num_hidden_layers=1)
     assert choose_pack_layout(wide) is PackLayout.CHAINS

@@ -43,12 +43,14 @@ from ramify.train.memory import (
 from tests.support.models import (
     FAMILIES,
     HYBRIDS,
+    MAMBA2,
     VISION_CONFIGS,
     process,
     write_lfm2,
     write_qwen3_5,
     write_qwen3_5_with_images,
     write_qwen3_next,
+    write_random_model,
     write_vision_model,
 )
 from tests.support.training import CONFIGS, build_model
@@ -145,6 +147,19 @@ def test_the_table_of_models_that_are_loaded_as_text_is_that_of_transformers():
         if text_class is not None and model_class.config_class is text_class:
             text_only.add(config_class.model_type)
     assert text_only == TEXT_PART_MODEL_TYPES
+
+
+def test_a_published_config_names_its_mamba_layers(tmp_path):
+    model = write_random_model("granitemoehybrid", tmp_path / "model", **MAMBA2)
+    size, specs = ModelSize.from_name(str(model)), load_engine_model(model, dtype="float32", device="cpu").state_specs
+    assert size is not None
+    assert size.num_kv_layers == 1
+    assert size.state_elements == sum(math.prod(spec.shape) for spec in specs) > 0
+    # 2 groups of keys of 8, 4 heads of 16, hidden size 32; the activations of a gated delta net without inverses
+    assert size.mixer_elements == 3 * (2 * 16 + 64) + 3 * 64
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "layer_types": ["mamba", "attention"]}))
+    assert ModelSize.from_name(str(model)) == size
 
 
 @pytest.mark.parametrize("is_adjusted", [False, True])

@@ -363,6 +363,12 @@ def test_flops_count_three_products_of_each_gated_delta_state():
     assert FlopsModel.from_model(policy.model).per_token == 6 * layers + 6 * 3 * states
 
 
+def test_flops_count_two_products_of_each_mamba2_state():
+    policy = build_policy(HYBRIDS["granitemoehybrid"])
+    layers = sum(value.numel() for name, value in policy.named_parameters() if ".layers." in name and value.ndim >= 2)
+    assert FlopsModel.from_model(policy.model).per_token == 6 * layers + 6 * 2 * (6 * 16 * 16)
+
+
 def test_only_layers_that_attend_have_pairs():
     small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4}
     hybrid = Qwen3NextConfig(**small, intermediate_size=32, num_experts=4, moe_intermediate_size=16)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # keep keys and values of every token
 RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv"})  # keep a state of fixed size
+LAYER_TYPE_ALIASES = {"mamba": "linear_attention", "attention": "full_attention"}  # in published configs
 OUTER_MATRIX_NAMES = ("embed", "lm_head", "wte", "wpe")  # parts of the names of matrices outside the layers
 
 

@@ -35,6 +35,12 @@ class ForestLayer:
 class ForestDeltaNet(ForestLayer):
     """A gated delta net: projections, a convolution, the gated delta rule, a gated norm."""
 
+    has_correction = True
+
+    def get_state_sizes(self: Any) -> tuple[int, int, int, int]:
+        """Return the number of heads of keys and of values, and their widths."""
+        return self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
+
     def forward_forest(self: Any, rows: Tensor, recurrence: ForestRecurrence) -> Tensor:
         """Return the output of each token, [tokens, width]."""
         mixed, gate, strength, step_size = self.project(rows)
@@ -92,6 +98,33 @@ class ForestOlmoDeltaNet(ForestDeltaNet):
         return self.o_proj(self.o_norm(out, gate).view(num_tokens, -1))
 
 
+class ForestMamba2(ForestLayer):
+    """A Mamba-2 layer: a projection, a convolution, gated linear attention, a skip, a gated norm.
+
+    Its C are queries, its B keys, and its inputs times their step sizes values. A group of heads shares B and C.
+    """
+
+    has_correction = False
+
+    def get_state_sizes(self: Any) -> tuple[int, int, int, int]:
+        """Return the number of heads of keys and of values, and their widths."""
+        return self.n_groups, self.num_heads, self.ssm_state_size, self.head_dim
+
+    def forward_forest(self: Any, rows: Tensor, recurrence: ForestRecurrence) -> Tensor:
+        """Return the output of each token, [tokens, width]."""
+        gate, mixed, step_size = self.in_proj(rows).split([self.intermediate_size, self.conv_dim, self.num_heads], -1)
+        mixed = self.act(recurrence.convolve(mixed, self.conv1d.weight, self.conv1d.bias))
+        group_width = self.n_groups * self.ssm_state_size
+        inputs, key, query = mixed.split([self.intermediate_size, group_width, group_width], -1)
+        key, query = (part.unflatten(1, (self.n_groups, -1)) for part in (key, query))
+        inputs = inputs.unflatten(1, (self.num_heads, -1)).float()
+        step_size = F.softplus(step_size.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
+        value = (inputs * step_size.unsqueeze(-1)).to(rows.dtype)
+        out = recurrence.gated_delta_rule(query, key, value, -self.A_log.float().exp() * step_size, None, scale=1.0)
+        out = out.float() + inputs * self.D.float().unsqueeze(-1)
+        return self.out_proj(self.norm(out.flatten(1), gate).to(rows.dtype))
+
+
 class ForestShortConv(ForestLayer):
     """The gated short convolution of LFM2."""
 
@@ -106,6 +139,7 @@ FOREST_LAYERS: dict[str, type[ForestLayer]] = {
     "Qwen3_5GatedDeltaNet": ForestQwen35DeltaNet,
     "Qwen3_5MoeGatedDeltaNet": ForestQwen35DeltaNet,
     "OlmoHybridGatedDeltaNet": ForestOlmoDeltaNet,
+    "GraniteMoeHybridMambaLayer": ForestMamba2,
     "Lfm2ShortConv": ForestShortConv,
     "Lfm2MoeShortConv": ForestShortConv,
 }
@@ -126,17 +160,17 @@ def _derive_class(own_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def check_kernels(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ModelUnsupported if the kernels of a GPU compute the model's gated delta rule wrongly in a dtype.
+    """Raise ModelUnsupported if the kernels of a GPU compute the model's recurrent states wrongly in a dtype.
 
     The check of logprobs when a model is loaded runs on the CPU and does not see kernels.
     """
-    layer: Any = next((module for module in model.modules() if isinstance(module, ForestDeltaNet)), None)
+    layer = next((module for module in model.modules() if isinstance(module, ForestDeltaNet | ForestMamba2)), None)
     if layer is None:
         return
-    sizes = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-    error = measure_kernel_error(*sizes, dtype, device)
+    error = measure_kernel_error(*layer.get_state_sizes(), dtype, device, has_correction=layer.has_correction)
     if not error <= MAX_KERNEL_ERRORS[dtype]:  # rejects NaN too
-        problem = f"the kernels of the gated delta rule are wrong by {error:.2g} in {dtype}"
+        rule = "the gated delta rule" if layer.has_correction else "gated linear attention"
+        problem = f"the kernels of {rule} are wrong by {error:.2g} in {dtype}"
         raise ModelUnsupported(f"{problem} on {torch.cuda.get_device_name(device)}; try another version of Triton")
 
 

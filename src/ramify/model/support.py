@@ -21,7 +21,8 @@ TESTED = {
     "mistral": "gradients on CPU and H200",
     **dict.fromkeys(("qwen3_moe", "mixtral"), "a run and gradients on CPU"),
     **dict.fromkeys(("gpt_oss", "gemma2"), "gradients and logprobs on CPU; kernels, engine and gradients on H200"),
-    **dict.fromkeys(("granite", "granitemoehybrid"), "logprobs of engine and trainer on CPU"),
+    "granite": "logprobs of engine and trainer on CPU",
+    "granitemoehybrid": "gradients, and logprobs of engine and trainer, on CPU",
     **dict.fromkeys(("phi3", "smollm3", "seed_oss"), "logprobs of the engine on CPU; the trainer's check on CPU"),
     **dict.fromkeys(("granite_swa", "cohere", "cohere2"), "logprobs of the trainer on CPU"),
     **dict.fromkeys(

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ramify.core.errors import ConfigInvalid, ModelNotFound, WeightsRefused
-from ramify.model.experts import OUTER_MATRIX_NAMES, RECURRENT_LAYER_TYPES, describe_experts, read_expert_counts
+from ramify.model.experts import (
+    LAYER_TYPE_ALIASES,
+    OUTER_MATRIX_NAMES,
+    RECURRENT_LAYER_TYPES,
+    describe_experts,
+    read_expert_counts,
+)
 from ramify.model.kernels.chunk_plan import CHUNK_SIZE, MIN_CHUNK_ROWS, round_up_width
 from ramify.model.pack_layout import VISION_MODEL_TYPES
 from ramify.model.resolve import resolve_model_path
@@ -197,7 +203,8 @@ class ModelSize:
             raise WeightsRefused(f"{directory} has no weights")
         tower = _select(shapes, TOWER_NAMES)
         decoder = {name: shape for name, shape in shapes.items() if name not in tower}
-        recurrent_layers = [name for name in hf_config.get("layer_types") or () if name in RECURRENT_LAYER_TYPES]
+        layer_types = [LAYER_TYPE_ALIASES.get(name, name) for name in hf_config.get("layer_types") or ()]
+        recurrent_layers = [name for name in layer_types if name in RECURRENT_LAYER_TYPES]
         return cls(
             num_parameters=_count_elements(shapes),
             num_layers=hf_config.get("num_hidden_layers", 0),
@@ -273,19 +280,25 @@ def _count_state_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
     """Return the elements of the state of one recurrent layer."""
     if layer_type == "conv":
         return hf_config.get("hidden_size", 0) * hf_config.get("conv_L_cache", 0)
+    if _is_mamba2(hf_config):
+        _, key_dim, keys, values = _read_mamba2(hf_config)
+        return (2 * keys + values) * hf_config.get("mamba_d_conv", 0) + key_dim * values
     _, key_dim, keys, values = _read_delta_net(hf_config)
     return (2 * keys + values) * hf_config.get("linear_conv_kernel_dim", 0) + key_dim * values
 
 
 def _count_mixer_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
-    """Return the activations of a short convolution or a gated delta net that the backward pass needs, per token.
+    """Return the activations of a recurrent layer that the backward pass needs, per token.
 
     Of a convolution: its three inputs, their product, its result, and the last product. Of a gated delta net: queries,
     keys and values before and after the convolution, and as the rule reads them; the gate, the rule's result before
-    and after the norm; and a row of each inverse of a chunk.
+    and after the norm; and a row of each inverse of a chunk. Mamba-2 has the same without inverses.
     """
     if layer_type == "conv":
         return 6 * hf_config.get("hidden_size", 0)
+    if _is_mamba2(hf_config):
+        _, _, keys, values = _read_mamba2(hf_config)
+        return 3 * (2 * keys + values) + 3 * values
     num_heads, _, keys, values = _read_delta_net(hf_config)
     return 3 * (2 * keys + values) + 3 * values + CHUNK_SIZE * num_heads
 
@@ -296,15 +309,31 @@ def _count_row_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
     Of a convolution: its three inputs and its result. Of a gated delta net: the first projection, the convolution's
     result, and the rule's; queries, keys and values as the rule reads them; log decays and their sums, and strengths,
     in float32; and what `docs/design/recurrent-forests.md` calls T, U, W, N and S₀. The rule has padded heads. A
-    sequence of MIN_CHUNK_ROWS rows has a chunk of its own, and each chunk has a state S₀.
+    sequence of MIN_CHUNK_ROWS rows has a chunk of its own, and each chunk has a state S₀. Of Mamba-2, which runs the
+    model's own code: as measured in float32, nine tensors as large as its inputs, four with the keys of every head, and
+    three numbers per head for each pair of tokens in a chunk.
     """
     if layer_type == "conv":
         return 4 * hf_config.get("hidden_size", 0)
+    if _is_mamba2(hf_config):
+        num_heads, key_dim, _, values = _read_mamba2(hf_config)
+        return 2 * (9 * values + 4 * num_heads * key_dim + 3 * num_heads * hf_config.get("mamba_chunk_size", 0))
     num_heads, _, keys, values = _read_delta_net(hf_config)
     projections = (2 * keys + 2 * values + 2 * num_heads) + (2 * keys + values)
     num_heads, key_dim, keys, values = _read_delta_net(hf_config, round_up_width)
     rule = 2 * keys + 2 * values + 3 * 2 * num_heads
     return projections + rule + num_heads * (CHUNK_SIZE + key_dim) + 2 * values + key_dim * values // MIN_CHUNK_ROWS
+
+
+def _is_mamba2(hf_config: dict[str, Any]) -> bool:
+    """Return whether the linear attention of a model is Mamba-2."""
+    return bool(hf_config.get("mamba_n_heads"))
+
+
+def _read_mamba2(hf_config: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Return the number of states of a Mamba-2 layer, the width of a key, and the widths of all keys and values."""
+    key_dim, values = hf_config.get("mamba_d_state", 0), hf_config.get("mamba_expand", 0) * hf_config["hidden_size"]
+    return hf_config["mamba_n_heads"], key_dim, hf_config.get("mamba_n_groups", 0) * key_dim, values
 
 
 def _read_delta_net(

@@ -25,7 +25,7 @@ from ramify.train.policy_model import PolicyOutput
 
 FLOPS_FORMULA = (
     "6·(weights in layers)·tokens + 6·vocabulary·width·scored + 12·heads·head_dim·Σ over layers of visible pairs"
-    " + 18·(elements of gated delta states)·tokens"
+    " + 18·(elements of gated delta states)·tokens + 12·(elements of Mamba-2 states)·tokens"
 )
 
 
@@ -35,8 +35,8 @@ class FlopsModel:
 
     Each matrix product counts once: two operations per weight and token in the forward pass, four in the backward pass,
     or two for a weight that is not trained. The head counts for the pairs that it scores, attention for the visible
-    pairs. A gated delta rule multiplies its state by three vectors per token; what chunks compute beyond that does not
-    count. Recomputed activations and padding do not count.
+    pairs. A gated delta rule multiplies its state by three vectors per token, Mamba-2 by two; what chunks compute
+    beyond that does not count. Recomputed activations and padding do not count.
     """
 
     per_token: float
@@ -54,7 +54,7 @@ class FlopsModel:
         layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
         weights = WeightCounts.from_model(model)
         return cls(
-            per_token=6.0 * weights.active - 2.0 * weights.frozen + 18.0 * count_delta_state_elements(config),
+            per_token=6.0 * weights.active - 2.0 * weights.frozen + 6.0 * count_state_products(config),
             per_scored_token=(6.0 if model.get_output_embeddings().weight.requires_grad else 4.0) * weights.head,
             per_visible_pair=12.0 * heads * head_dim,
             layer_windows=tuple(
@@ -76,13 +76,19 @@ class FlopsModel:
         return self.per_token * forest.num_tokens + self.per_scored_token * scored + self.per_visible_pair * pairs
 
 
-def count_delta_state_elements(config: Any) -> int:
-    """Return the elements of the states of all gated delta nets of a model."""
-    state = (
-        getattr(config, name, 0) for name in ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+STATE_SETTINGS = {  # the settings with the sizes of a recurrent state, and the products with it per token
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"): 3,  # gated delta nets
+    ("mamba_n_heads", "mamba_d_state", "mamba_d_head"): 2,  # Mamba-2
+}
+
+
+def count_state_products(config: Any) -> int:
+    """Return the products of elements of the states of all recurrent layers of a model with vectors, per token."""
+    products = sum(
+        count * math.prod(getattr(config, name, None) or 0 for name in names) for names, count in STATE_SETTINGS.items()
     )
     layer_types = getattr(config, "layer_types", None) or ()
-    return math.prod(state) * sum(layer_type == "linear_attention" for layer_type in layer_types)
+    return products * sum(layer_type == "linear_attention" for layer_type in layer_types)
 
 
 class MetricKey(NamedTuple):
