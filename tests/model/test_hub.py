@@ -4,11 +4,17 @@ import shutil
 import threading
 
 import pytest
+from transformers import AutoConfig
 
 from ramify.cli import main
 from ramify.core import hub
-from ramify.core.errors import ModelNotFound
+from ramify.core.errors import ModelNotFound, ModelUnsupported
+from ramify.launch.run_checks import check_run
 from ramify.model.resolve import fetch_model, has_weights, resolve_model_path
+from ramify.orchestrate.run_config import RunConfig
+from ramify.train.policy_model import load_policy
+from ramify.train.sft.config import SftConfig
+from ramify.train.sft.run import run_sft
 from tests.support.hub import serve_hub
 
 NAME = "org/small"
@@ -48,6 +54,18 @@ def test_doctor_downloads_the_config_only(remote, capsys):
     assert "fused" in capsys.readouterr().out
     assert remote.sent == ["config.json"]
     assert has_weights(fetch_model(NAME))
+
+
+def test_weights_that_the_trainer_refuses_are_not_downloaded(remote, tmp_path):
+    AutoConfig.for_model("deepseek_v3").save_pretrained(tmp_path)
+    remote.add("models", "org/refused", {"config.json": (tmp_path / "config.json").read_bytes(), "a.safetensors": b""})
+    sft_config = SftConfig(name="sft", output=tmp_path, model={"name": "org/refused"}, data={"path": "data.jsonl"})
+    source = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+    rl_config = RunConfig(name="rl", output=tmp_path, model={"name": "org/refused"}, train=[source])
+    for start in (lambda: load_policy("org/refused"), lambda: run_sft(sft_config), lambda: check_run(rl_config)):
+        with pytest.raises(ModelUnsupported, match="deepseek_v3 has latent keys"):
+            start()
+    assert remote.sent == ["config.json"]
 
 
 def test_interrupted_download_is_completed(remote):

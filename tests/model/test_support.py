@@ -10,9 +10,17 @@ from transformers import AutoConfig
 
 from ramify.cli import main
 from ramify.core.errors import ModelUnsupported
+from ramify.launch.run_checks import check_run
 from ramify.model.load import load_engine_model
 from ramify.model.pack_layout import choose_pack_layout
 from ramify.model.support import REFUSED, TESTED, read_model_support
+from ramify.orchestrate.run_config import RunConfig
+from ramify.train.build import build_trainer
+from ramify.train.config import TrainerConfig
+from ramify.train.policy_model import load_policy
+from ramify.train.sft.config import SftConfig
+from ramify.train.sft.run import run_sft
+from tests.support.training import SINGLE_RANK
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # Where the default config of transformers has not the layers of the published models.
@@ -71,6 +79,29 @@ def test_unsupported_families_are_refused_by_name_before_anything_is_loaded(
     if trainer_reason is not None:
         with pytest.raises(ModelUnsupported, match=trainer_reason):
             choose_pack_layout(config)
+
+
+@pytest.mark.parametrize("weights", [None, b"{"], ids=["missing", "truncated"])
+def test_the_trainer_refuses_a_family_before_it_reads_weights(tmp_path, weights):
+    directory = tmp_path / "model"
+    AutoConfig.for_model("deepseek_v3").save_pretrained(directory)
+    if weights is not None:
+        (directory / "model.safetensors").write_bytes(weights)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    model = {"name": str(directory)}
+    sft_config = SftConfig(name="sft", output=tmp_path, model=model, data={"path": str(tmp_path / "data.jsonl")})
+    source = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+    rl_config = RunConfig(name="rl", output=tmp_path, model=model, train=[source])
+    starts = [
+        lambda: load_policy(directory),
+        lambda: build_trainer(directory, TrainerConfig(), SINGLE_RANK),
+        lambda: run_sft(sft_config),
+        *([lambda: check_run(rl_config)] if weights is None else []),  # else the run's trainer reports it
+    ]
+    for start in starts:
+        with pytest.raises(ModelUnsupported, match="deepseek_v3 has latent keys"):
+            start()
+    assert not list(tmp_path.glob("**/*.sqlite")) and not (tmp_path / "sft").exists()
 
 
 def test_quantized_weights_are_refused_by_name(tmp_path):

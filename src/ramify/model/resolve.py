@@ -67,6 +67,8 @@ def fetch_config(name: str) -> Path:
 
     Raises ModelNotFound.
     """
+    name = expand_run_model(name)
+    export_run_model(name)
     try:
         return resolve_model_path(name)
     except ModelNotFound:

@@ -118,6 +118,14 @@ def read_directory_support(path: Path) -> ModelSupport:
         return ModelSupport(model_type, REFUSED, REFUSED, "no", "no", _get_tested(model_type), (str(error),))
 
 
+def check_supported(path: Path, *, is_sampled: bool = False) -> None:
+    """Raise ModelUnsupported if the trainer, or the engine if it `is_sampled`, refuses a model by its config."""
+    config = load_config(path)
+    choose_pack_layout(config)
+    if is_sampled:
+        read_shape(config)
+
+
 def _get_tested(model_type: str) -> str:
     return TESTED.get(model_type, NOT_TESTED)
 

@@ -25,7 +25,7 @@ from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_
 from ramify.model.lora import disable_adapters
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
 from ramify.model.recurrent_layers import add_forest_layers
-from ramify.model.resolve import fetch_model
+from ramify.model.resolve import fetch_config, fetch_model
 from ramify.model.tree_attention import ATTENTION_NAME, BLOCK_SIZE, read_attention_settings
 from ramify.model.vision import build_image_inputs, get_vision_tower
 from ramify.model.weights_manifest import read_tensor_dtypes
@@ -192,9 +192,9 @@ def load_policy(
     float32, where every model is loaded first: before sharding, and without kernels that training in another dtype
     would never use.
     """
+    config = load_config(model if isinstance(model, Path) else fetch_config(model))
+    layout = choose_pack_layout(config)  # raises before weights are downloaded or read
     path = model if isinstance(model, Path) else fetch_model(model)
-    config = load_config(path)
-    layout = choose_pack_layout(config)
     logging.disable_progress_bar()
     load_dtype = dtype if read_tensor_dtypes(path) == {SAFETENSORS_NAMES.get(dtype)} else torch.float32
     policy = PolicyModel(load_hf_model(path, config, load_dtype, get_attention_name(layout)), layout, rl_loss)
