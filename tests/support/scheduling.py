@@ -51,11 +51,11 @@ HEAVY_TESTS = (
     "tests/train/",
     "tests/launch/test_memory.py",
     "tests/tools/test_benchmark_config.py",
+    "tests/tools/test_plans_benchmark.py",
     "tests/cli/test_doctor.py",
     "tests/cli/test_init.py",
     "tests/cli/test_push.py",
     "tests/infer/client/test_announced_weights.py",
-    "tests/infer/client/test_native_adapter.py",
     "tests/rollout/envserver/test_bad_images.py",  # imports a test of the gateway
     "tests/rollout/test_served_tools.py",  # imports the sessions of the gateway's tests
     "tests/orchestrate/test_named_models.py",
