@@ -69,12 +69,14 @@ def test_unsupported_attention_is_rejected(model_type, message, tmp_path):
         build_core(write_random_model(model_type, tmp_path))
 
 
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 16}
 OWN_CODE: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "opt": {},
     "gpt_oss": {"initializer_range": 0.3, "sliding_window": 9},
     "gemma2": {"initializer_range": 0.3, "sliding_window": 9, "attn_logit_softcapping": 1.0},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], **MAMBA2},
+    "bamba": {"attn_layer_indices": [1], **MAMBA2},
     "olmo_hybrid": LINEAR,
 }
 

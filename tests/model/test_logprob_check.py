@@ -10,13 +10,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ramify.core.errors import ModelUnsupported
 from ramify.infer.request import SamplingParams
 from ramify.model.logit_transform import LogitTransform
+from ramify.model.pack_layout import PackLayout
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks
 from ramify.train.losses import load_loss
 from ramify.train.policy_model import _check_agreement, load_policy
 from tests.support.models import build_core, reference, run, sampled_ids, scores, write_random_model
-from tests.support.training import HYBRIDS, SIZES, build_policy
+from tests.support.training import HYBRIDS, MAMBA2_HYBRIDS, SIZES, build_policy
 
 SINGLE_RANK = Ranks(torch.device("cpu"))
 DECODERS = {
@@ -84,6 +85,13 @@ def test_trainer_rejects_states_that_pass_from_tree_to_tree(shape):
     policy.model.get_decoder().register_forward_pre_hook(drop_paths, with_kwargs=True)
     with pytest.raises(ModelUnsupported, match="logprobs of check tokens differ by"):
         _check_agreement(policy)
+
+
+@pytest.mark.parametrize("shape", MAMBA2_HYBRIDS)
+def test_trainer_computes_forests_of_models_with_mamba2(shape):
+    policy = build_policy(MAMBA2_HYBRIDS[shape])
+    assert policy.layout is PackLayout.FOREST
+    _check_agreement(policy)
 
 
 @pytest.mark.parametrize(

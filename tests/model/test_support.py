@@ -25,6 +25,7 @@ from tests.support.training import SINGLE_RANK
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # Where the default config of transformers has not the layers of the published models.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
 }

@@ -232,9 +232,11 @@ def test_memory_is_linear_in_the_tokens_of_a_tree():
 def test_models_with_unknown_recurrent_layers_get_chains():
     assert {choose_pack_layout(config) for config in CONFIGS.values()} == {PackLayout.FOREST}
     assert choose_pack_layout(SEQUENTIAL) is PackLayout.CHAINS
-    for kind in ("mamba", "minimax", "falcon_h1", "bamba"):
+    for kind in ("mamba", "minimax", "zamba2", "mamba2"):
         assert choose_pack_layout(AutoConfig.for_model(kind)) is PackLayout.CHAINS, kind
-    for kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe", "granitemoehybrid"):
+    for kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe"):
+        assert choose_pack_layout(AutoConfig.for_model(kind)) is PackLayout.FOREST, kind
+    for kind in ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1"):
         assert choose_pack_layout(AutoConfig.for_model(kind)) is PackLayout.FOREST, kind
     wide = AutoConfig.for_model("lfm2", conv_L_cache=5, layer_types=["conv"], num_hidden_layers=1)
     assert choose_pack_layout(wide) is PackLayout.CHAINS

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
+    FalconH1Config,
     Gemma2Config,
     GptOssConfig,
     GraniteMoeHybridConfig,
@@ -16,6 +18,7 @@ from transformers import (
     LlamaConfig,
     MiniMaxConfig,
     MistralConfig,
+    NemotronHConfig,
     OlmoHybridConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -73,6 +76,7 @@ DELTA_NET = {
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
+MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 32}
 HYBRIDS = {  # as published, but narrower and with fewer layers
     "qwen3_5": Qwen3_5TextConfig(
         **DELTA_NET,
@@ -97,12 +101,8 @@ HYBRIDS = {  # as published, but narrower and with fewer layers
     "olmo_hybrid": OlmoHybridConfig(**{**DELTA_NET, "linear_num_value_heads": 2, "linear_value_head_dim": 32}),
     "granitemoehybrid": GraniteMoeHybridConfig(
         **SIZES,
+        **MAMBA2,
         layer_types=["mamba", "attention"],
-        mamba_n_heads=6,
-        mamba_d_head=16,
-        mamba_d_state=16,
-        mamba_n_groups=2,
-        mamba_chunk_size=32,
         num_local_experts=0,
         num_experts_per_tok=0,
         shared_intermediate_size=96,
@@ -112,6 +112,30 @@ HYBRIDS = {  # as published, but narrower and with fewer layers
         logits_scaling=2.0,
     ),
     "lfm2": Lfm2Config(**SIZES, block_auto_adjust_ff_dim=False, conv_L_cache=3, layer_types=["conv", "full_attention"]),
+}
+FALCON_H1 = {
+    **SIZES,
+    **MAMBA2,
+    "mamba_d_ssm": 96,
+    "ssm_in_multiplier": 0.5,
+    "ssm_out_multiplier": 2.0,
+    "ssm_multipliers": [0.5, 2.0, 0.7, 1.5, 0.8],
+    "lm_head_multiplier": 0.5,
+}
+MAMBA2_HYBRIDS = {  # with the Mamba-2 layers of granitemoehybrid
+    "bamba": BambaConfig(**SIZES, **MAMBA2, attn_layer_indices=[1]),
+    "nemotron_h": NemotronHConfig(
+        **{**SIZES, "num_hidden_layers": 3},
+        layers_block_type=["mamba", "attention", "mlp"],
+        head_dim=12,
+        mamba_num_heads=6,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=32,
+    ),
+    "falcon_h1": FalconH1Config(**FALCON_H1),
+    "falcon_h1_norm": FalconH1Config(**FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=False),
 }
 SEQUENTIAL = MiniMaxConfig(  # its layers read rows only
     **SIZES,

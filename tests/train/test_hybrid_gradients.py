@@ -13,6 +13,7 @@ from ramify.train.recompute import recompute_layers
 from tests.support.runs import FULL
 from tests.support.training import (
     HYBRIDS,
+    MAMBA2_HYBRIDS,
     TrainResult,
     assert_same_gradients,
     build_attempt,
@@ -39,9 +40,11 @@ HEADS = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 MROPE = {**ROPE, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
-PUBLISHED_HEADS = {  # of the config.json of Qwen3.5-4B and -9B, and of Qwen3-Next-80B-A3B
+PUBLISHED_HEADS = {  # of the config.json of Qwen3.5-4B and -9B, of Qwen3-Next-80B-A3B, and of granite-4.0-h-tiny
     "qwen3_5": {**HEADS, "num_key_value_heads": 4, "rope_parameters": MROPE},
     "qwen3_next": {**HEADS, "num_key_value_heads": 2, "rope_parameters": ROPE},
+    "granitemoehybrid": {"mamba_n_heads": 3, "mamba_expand": 4, "mamba_d_head": 64, "mamba_d_state": 128}
+    | {"mamba_n_groups": 1, "mamba_chunk_size": 256},
 }
 CASES = {
     "branches": lambda rng: [build_attempt(rng, "a", [-1, 0, 0, 0, 1, 1, 4, 4, 4])],
@@ -66,6 +69,18 @@ def test_a_forest_and_its_packs_give_the_flat_gradients(shape, case):
     recompute_layers(policy.model, 2)
     flat_packs = pack_forests([forest], 200, flat=True)
     assert_same_gradients(train_forest(policy, flat_packs, counts), flat, TOLERANCE)
+
+
+@pytest.mark.full("have the Mamba-2 layers of granitemoehybrid")
+@pytest.mark.parametrize("shape", MAMBA2_HYBRIDS)
+def test_other_models_with_mamba2_get_the_flat_gradients(shape):
+    attempts = CASES["group"](Random(2))
+    forest = build_forest([attempt.sample() for attempt in attempts])
+    counts = forest.count_by_component()
+    flat = train_flat(build_model(MAMBA2_HYBRIDS[shape], "eager"), attempts, counts)
+    policy = build_policy(MAMBA2_HYBRIDS[shape])
+    assert_same_gradients(train_forest(policy, [forest], counts), flat, TOLERANCE)
+    assert_same_gradients(train_forest(policy, pack_forests([forest], len(forest) // 2), counts), flat, TOLERANCE)
 
 
 @pytest.mark.full("wide heads")

@@ -29,6 +29,7 @@ from ramify.train.policy_model import load_policy
 from tests.support.training import (
     CONFIGS,
     HYBRIDS,
+    MAMBA2_HYBRIDS,
     SEQUENTIAL,
     SINGLE_RANK,
     VOCAB,
@@ -383,13 +384,16 @@ def test_flops_count_three_products_of_each_gated_delta_state():
     assert FlopsModel.from_model(policy.model).per_token == 6 * layers + 6 * 3 * states
 
 
-def test_flops_count_two_products_of_each_mamba2_state():
-    policy = build_policy(HYBRIDS["granitemoehybrid"])
+@pytest.mark.parametrize("config", [HYBRIDS["granitemoehybrid"], MAMBA2_HYBRIDS["nemotron_h"]])
+def test_flops_count_two_products_of_each_mamba2_state(config):
+    policy = build_policy(config)
     layers = sum(value.numel() for name, value in policy.named_parameters() if ".layers." in name and value.ndim >= 2)
     assert FlopsModel.from_model(policy.model).per_token == 6 * layers + 6 * 2 * (6 * 16 * 16)
 
 
 def test_only_layers_that_attend_have_pairs():
+    windows = {name: FlopsModel.from_model(build_model(config, "eager")) for name, config in MAMBA2_HYBRIDS.items()}
+    assert [len(flops.layer_windows) for flops in windows.values()] == [1, 1, 2, 2]
     small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4}
     hybrid = Qwen3NextConfig(**small, intermediate_size=32, num_experts=4, moe_intermediate_size=16)
     assert hybrid.layer_types.count("linear_attention") == 3

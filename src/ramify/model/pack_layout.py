@@ -17,7 +17,7 @@ TOKENWISE_LAYERS = {"sparse", "dense", "moe", "mlp"}  # layers that compute each
 SEQUENTIAL_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
 # Models whose recurrent layers `ramify.model.recurrent_layers` computes over forests.
 FOREST_RECURRENT_MODELS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe"}
-FOREST_RECURRENT_MODELS |= {"granitemoehybrid"}
+FOREST_RECURRENT_MODELS |= {"granitemoehybrid", "bamba", "nemotron_h", "falcon_h1"}
 # Models whose configs do not show what is missing, and the reason.
 NO_ARGUMENTS = "attention that does not receive the arguments of its model's forward"
 UNSUPPORTED_BY_TRAINER = {
@@ -31,7 +31,7 @@ UNSUPPORTED_BY_ENGINE = {
     "minimax": "a cache of its own, whose states the engine cannot store",
     **dict.fromkeys(("moshi", "nemotron"), NO_ARGUMENTS),
 }
-CONV_WIDTH_SETTINGS = ("linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv")
+CONV_WIDTH_SETTINGS = ("linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv", "conv_kernel")
 MAX_CONV_WIDTH = 4  # tokens that a convolution over a forest reads
 VISION_MODEL_TYPES = {"idefics3", "smolvlm", "qwen3_vl"}  # vision-language models whose images are read
 # Vision-language models of which transformers loads the text part alone, as a causal language model.

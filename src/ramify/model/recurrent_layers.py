@@ -5,6 +5,7 @@ submodules stay; only `forward` differs, and only if it gets `seq_idx`, the argu
 which tokens belong together: here a `ForestRecurrence`. Without it a layer runs its own code.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -112,7 +113,8 @@ class ForestMamba2(ForestLayer):
 
     def forward_forest(self: Any, rows: Tensor, recurrence: ForestRecurrence) -> Tensor:
         """Return the output of each token, [tokens, width]."""
-        gate, mixed, step_size = self.in_proj(rows).split([self.intermediate_size, self.conv_dim, self.num_heads], -1)
+        widths = [self.intermediate_size, self.conv_dim, self.num_heads]
+        gate, mixed, step_size = self.project(rows).split(widths, -1)
         mixed = self.act(recurrence.convolve(mixed, self.conv1d.weight, self.conv1d.bias))
         group_width = self.n_groups * self.ssm_state_size
         inputs, key, query = mixed.split([self.intermediate_size, group_width, group_width], -1)
@@ -122,7 +124,27 @@ class ForestMamba2(ForestLayer):
         value = (inputs * step_size.unsqueeze(-1)).to(rows.dtype)
         out = recurrence.gated_delta_rule(query, key, value, -self.A_log.float().exp() * step_size, None, scale=1.0)
         out = out.float() + inputs * self.D.float().unsqueeze(-1)
-        return self.out_proj(self.norm(out.flatten(1), gate).to(rows.dtype))
+        return self.out_proj(self.apply_gate(out.flatten(1), gate).to(rows.dtype))
+
+    def project(self: Any, rows: Tensor) -> Tensor:
+        """Return gates, the inputs of the convolution, and step sizes in one row."""
+        return self.in_proj(rows)
+
+    def apply_gate(self: Any, out: Tensor, gate: Tensor) -> Tensor:
+        """Apply the gated norm."""
+        return self.norm(out, gate)
+
+
+class ForestFalconH1(ForestMamba2):
+    """The Mamba-2 layer of Falcon-H1, with multipliers, and a gate that may have no norm."""
+
+    def project(self: Any, rows: Tensor) -> Tensor:
+        """Return gates, the inputs of the convolution, and step sizes in one row."""
+        return self.in_proj(rows * self.ssm_in_multiplier) * self.mup_vector.squeeze(0)
+
+    def apply_gate(self: Any, out: Tensor, gate: Tensor) -> Tensor:
+        """Apply the gated norm, or the gate."""
+        return self.norm(out, gate) if self.mamba_rms_norm else out * F.silu(gate)
 
 
 class ForestShortConv(ForestLayer):
@@ -140,6 +162,9 @@ FOREST_LAYERS: dict[str, type[ForestLayer]] = {
     "Qwen3_5MoeGatedDeltaNet": ForestQwen35DeltaNet,
     "OlmoHybridGatedDeltaNet": ForestOlmoDeltaNet,
     "GraniteMoeHybridMambaLayer": ForestMamba2,
+    "BambaMixer": ForestMamba2,
+    "NemotronHMamba2Mixer": ForestMamba2,
+    "FalconH1Mixer": ForestFalconH1,
     "Lfm2ShortConv": ForestShortConv,
     "Lfm2MoeShortConv": ForestShortConv,
 }
@@ -157,6 +182,15 @@ def add_forest_layers(model: nn.Module) -> int:
 def _derive_class(own_class: type[nn.Module]) -> type[nn.Module]:
     """Return the class for forests of layers of a class. There is only one: compiled code is made for a class."""
     return type(f"Forest{own_class.__name__}", (FOREST_LAYERS[own_class.__name__], own_class), {})
+
+
+def count_state_products(model: nn.Module) -> int:
+    """Return how many elements of states all recurrent layers together multiply by vectors, per token.
+
+    The gated delta rule multiplies a state by three vectors, gated linear attention by two.
+    """
+    layers = (module for module in model.modules() if isinstance(module, ForestDeltaNet | ForestMamba2))
+    return sum((2 + layer.has_correction) * math.prod(layer.get_state_sizes()[1:]) for layer in layers)
 
 
 def check_kernels(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -22,7 +22,7 @@ TESTED = {
     **dict.fromkeys(("qwen3_moe", "mixtral"), "a run and gradients on CPU"),
     **dict.fromkeys(("gpt_oss", "gemma2"), "gradients and logprobs on CPU; kernels, engine and gradients on H200"),
     "granite": "logprobs of engine and trainer on CPU",
-    "granitemoehybrid": "gradients, and logprobs of engine and trainer, on CPU",
+    **dict.fromkeys(("granitemoehybrid", "bamba"), "gradients, and logprobs of engine and trainer, on CPU"),
     **dict.fromkeys(("phi3", "smollm3", "seed_oss"), "logprobs of the engine on CPU; the trainer's check on CPU"),
     **dict.fromkeys(("granite_swa", "cohere", "cohere2"), "logprobs of the trainer on CPU"),
     **dict.fromkeys(
@@ -36,8 +36,8 @@ TESTED = {
     "lfm2": "gradients and logprobs on CPU; gradients and tests of the engine on H200",
     "olmo_hybrid": "gradients and logprobs on CPU",
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "lfm2_moe"), "gradients and logprobs of Qwen3-Next on CPU"),
-    **dict.fromkeys(("falcon_h1", "mamba", "falcon_mamba", "nemotron_h"), "the check of the trainer on CPU"),
-    "minimax": "gradients on CPU",
+    **dict.fromkeys(("mamba", "falcon_mamba"), "the check of the trainer on CPU"),
+    **dict.fromkeys(("falcon_h1", "nemotron_h", "minimax"), "gradients on CPU"),
     **dict.fromkeys(
         (
             "deepseek_v2",

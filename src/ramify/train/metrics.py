@@ -5,7 +5,6 @@ once, at the end of the step, and added up by key. Sums of several ranks add up 
 `MetricSums`.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch import Tensor
 from ramify.model.active_parameters import WeightCounts
 from ramify.model.device_copy import copy_to_device
 from ramify.model.experts import ATTENTION_LAYER_TYPES
+from ramify.model.recurrent_layers import count_state_products
 from ramify.trace import Forest
 from ramify.train.model_inputs import ModelInputs
 from ramify.train.policy_model import PolicyOutput
@@ -51,16 +51,16 @@ class FlopsModel:
         heads = getattr(config, "num_attention_heads", None) or 0  # 0 if no layer attends
         head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         window = getattr(config, "sliding_window", None) or 0
-        layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
         weights = WeightCounts.from_model(model)
         return cls(
-            per_token=6.0 * weights.active - 2.0 * weights.frozen + 6.0 * count_state_products(config),
+            per_token=6.0 * weights.active - 2.0 * weights.frozen + 6.0 * count_state_products(model),
             per_scored_token=(6.0 if model.get_output_embeddings().weight.requires_grad else 4.0) * weights.head,
             per_visible_pair=12.0 * heads * head_dim,
             layer_windows=tuple(
                 window if layer_type == "sliding_attention" else 0
-                for layer_type in layer_types
-                if layer_type in ATTENTION_LAYER_TYPES  # recurrent layers have no pairs
+                for layer_type in layer_types or ["sliding_attention"] * config.num_hidden_layers
+                if layer_type in ATTENTION_LAYER_TYPES or layer_type == "hybrid"  # recurrent layers have no pairs
             ),
         )
 
@@ -74,21 +74,6 @@ class FlopsModel:
         )
         scored = len(forest.unique_head_inputs()[0])
         return self.per_token * forest.num_tokens + self.per_scored_token * scored + self.per_visible_pair * pairs
-
-
-STATE_SETTINGS = {  # the settings with the sizes of a recurrent state, and the products with it per token
-    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"): 3,  # gated delta nets
-    ("mamba_n_heads", "mamba_d_state", "mamba_d_head"): 2,  # Mamba-2
-}
-
-
-def count_state_products(config: Any) -> int:
-    """Return the products of elements of the states of all recurrent layers of a model with vectors, per token."""
-    products = sum(
-        count * math.prod(getattr(config, name, None) or 0 for name in names) for names, count in STATE_SETTINGS.items()
-    )
-    layer_types = getattr(config, "layer_types", None) or ()
-    return products * sum(layer_type == "linear_attention" for layer_type in layer_types)
 
 
 class MetricKey(NamedTuple):
