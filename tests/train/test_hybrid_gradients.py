@@ -7,9 +7,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ramify.model.lora import add_adapters
-from ramify.trace import build_forest, concat_forests, make_padding_forest
+from ramify.trace import Forest, build_forest, concat_forests, make_padding_forest
 from ramify.train import pack_forests
 from ramify.train.recompute import recompute_layers
+from tests.support.forests import Attempt
 from tests.support.runs import FULL
 from tests.support.training import (
     HYBRIDS,
@@ -136,6 +137,13 @@ class Float64Mode(TorchFunctionMode):
         return func(*args, **wide)
 
 
+def train_in_float64(model, attempts: list[Attempt], counts: dict[str, int]) -> TrainResult:
+    """Train every path by itself in transformers' own code, with all of it in float64."""
+    model.set_experts_implementation("eager")  # grouped products have no float64
+    with Float64Mode():
+        return train_flat(model.double(), attempts, counts)
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -157,9 +165,7 @@ def test_a_forest_is_as_near_to_float64_as_flat_paths(shape):
             "forest": train_forest(policy, [forest], counts),
             "flat": train_forest(policy, pack_forests([forest], len(forest), flat=True), counts),
         }
-        model.set_experts_implementation("eager")  # grouped products have no float64
-        with Float64Mode():
-            exact = train_flat(model.double(), attempts, counts).gradients
+        exact = train_in_float64(model, attempts, counts).gradients
         for kind, result in results.items():
             errors[kind] += measure_error(result, exact)
     assert errors["forest"] <= (1.05 if FULL else 1.2) * errors["flat"]
@@ -179,15 +185,32 @@ def test_layers_of_a_kind_share_a_class_so_that_they_share_compiled_code():
     assert len({type(layer) for layer in layers}) == 1
 
 
-def test_a_model_of_hundreds_of_levels_gives_the_gradients_of_flat_packs():
-    """An agent of many turns, of which each leaves a branch behind."""
-    turns = 60 if FULL else 20
+def build_deep_forest(turns: int) -> tuple[list[Attempt], Forest]:
+    """Build what an agent of many turns leaves behind: a branch in each of them."""
     parents = [-1, *(2 * ((node - 1) // 2) for node in range(1, 2 * turns))]
     attempts = [build_attempt(Random(0), "a", parents, tokens=4)]
     forest = build_forest([attempt.sample() for attempt in attempts])
+    levels: list[int] = []
+    for parent in forest.segments["parent"].tolist():
+        levels.append(levels[parent] + 1 if parent >= 0 else 1)
+    assert max(levels) == turns
+    return attempts, forest
+
+
+def test_a_forest_of_many_levels_gives_the_gradients_of_flat_packs():
+    _, forest = build_deep_forest(20)
     counts = forest.count_by_component()
     policy = build_policy(HYBRIDS["qwen3_5"])
     flat = train_forest(policy, pack_forests([forest], 2000, flat=True), counts)
     flat.abs_loss = abs(flat.loss)
     assert_same_gradients(train_forest(policy, [forest], counts), flat, TOLERANCE)
     assert get_gradients(policy.model).keys() == flat.gradients.keys()
+
+
+@pytest.mark.full("many long paths, one by one")
+@pytest.mark.parametrize("shape", HYBRIDS)
+def test_a_forest_of_120_levels_gives_the_flat_gradients(shape):
+    attempts, forest = build_deep_forest(120)
+    counts = forest.count_by_component()
+    flat = train_in_float64(build_model(HYBRIDS[shape], "eager"), attempts, counts)  # float32 is off by up to 6e-5
+    assert_same_gradients(train_forest(build_policy(HYBRIDS[shape]), [forest], counts), flat, TOLERANCE)
