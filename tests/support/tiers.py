@@ -16,14 +16,16 @@ import pytest
 TIERS = ("unit", "process", "run")
 MAX_WORKERS = 8  # of `pytest` alone; each worker imports the package and the tests
 RUN_LIMIT = 600.0  # seconds for `pytest` alone
-# Functions that start a process once. The last two are of libraries: matplotlib lists the fonts of a machine where it
-# never ran, and a torch for CUDA looks for libraries when it is imported.
+# Functions that start a process once. The last three are of libraries: matplotlib lists the fonts of a machine where it
+# never ran, a torch for CUDA looks for libraries when it is imported, and `platform.platform()`, which openai calls for
+# its headers, runs `uname -p`.
 PROBES = {
     "find_cgroup_parents",
     "find_unsupported_reason",
     "load_c_library",
     "_get_fontconfig_fonts",
     "_findSoname_ldconfig",
+    "from_subprocess",
 }
 START_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "multiprocessing.spawn"}
 
