@@ -104,7 +104,7 @@ def test_chunks_of_prompts_in_a_gated_delta_net_take_memory(tmp_path, value_head
 
 
 def test_prompts_in_a_mamba2_layer_take_memory(tmp_path):
-    model = write_random_model("granitemoehybrid", tmp_path, **MAMBA2)
+    model = write_random_model("bamba", tmp_path, attn_layer_indices=[1], **MAMBA2)
     size, layer = ModelSize.from_name(str(model)), reference(model, "bfloat16").model.layers[0].mamba
     assert size is not None
     rows = torch.zeros(1, 256, size.hidden_size, dtype=torch.bfloat16)

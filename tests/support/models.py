@@ -67,7 +67,7 @@ RANDOM_MODEL_SIZES = {
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-MAMBA2 = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 MAMBA2 |= {"mamba_n_groups": 2, "mamba_chunk_size": 16}
 # Settings of small models with a fused forward, by type, beside RANDOM_MODEL_SIZES.
 FUSED: dict[str, dict[str, Any]] = {

@@ -149,8 +149,12 @@ def test_the_table_of_models_that_are_loaded_as_text_is_that_of_transformers():
     assert text_only == TEXT_PART_MODEL_TYPES
 
 
-def test_a_published_config_names_its_mamba_layers(tmp_path):
-    model = write_random_model("granitemoehybrid", tmp_path / "model", **MAMBA2)
+@pytest.mark.parametrize(
+    ("model_type", "layers"),
+    [("granitemoehybrid", {"layer_types": ["mamba", "attention"]}), ("bamba", {"attn_layer_indices": [1]})],
+)
+def test_models_with_mamba2_have_their_states(model_type, layers, tmp_path):
+    model = write_random_model(model_type, tmp_path / "model", **layers, **MAMBA2)
     size, specs = ModelSize.from_name(str(model)), load_engine_model(model, dtype="float32", device="cpu").state_specs
     assert size is not None
     assert size.num_kv_layers == 1
@@ -158,7 +162,7 @@ def test_a_published_config_names_its_mamba_layers(tmp_path):
     # 2 groups of keys of 8, 4 heads of 16, hidden size 32; the activations of a gated delta net without inverses
     assert size.mixer_elements == 3 * (2 * 16 + 64) + 3 * 64
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "layer_types": ["mamba", "attention"]}))
+    (model / "config.json").write_text(json.dumps({**config, **layers}))  # as published: transformers renames layers
     assert ModelSize.from_name(str(model)) == size
 
 

@@ -203,8 +203,7 @@ class ModelSize:
             raise WeightsRefused(f"{directory} has no weights")
         tower = _select(shapes, TOWER_NAMES)
         decoder = {name: shape for name, shape in shapes.items() if name not in tower}
-        layer_types = [LAYER_TYPE_ALIASES.get(name, name) for name in hf_config.get("layer_types") or ()]
-        recurrent_layers = [name for name in layer_types if name in RECURRENT_LAYER_TYPES]
+        recurrent_layers = [name for name in _list_layer_types(hf_config) if name in RECURRENT_LAYER_TYPES]
         return cls(
             num_parameters=_count_elements(shapes),
             num_layers=hf_config.get("num_hidden_layers", 0),
@@ -274,6 +273,14 @@ def _find_intermediate_size(hf_config: dict[str, Any], shapes: TensorShapes, *, 
         )
     widths = [shape[-1] for name, shape in shapes.items() if name.endswith(MLP_OUTPUT_NAMES)]
     return max(widths, default=from_config)
+
+
+def _list_layer_types(hf_config: dict[str, Any]) -> list[str]:
+    """Return the types of layers by the names of transformers; Bamba's config has the indices of those that attend."""
+    if (attending := hf_config.get("attn_layer_indices")) is not None:
+        is_attention = [index in attending for index in range(hf_config.get("num_hidden_layers", 0))]
+        return ["full_attention" if attends else "linear_attention" for attends in is_attention]
+    return [LAYER_TYPE_ALIASES.get(name, name) for name in hf_config.get("layer_types") or ()]
 
 
 def _count_state_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
