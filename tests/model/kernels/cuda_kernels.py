@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ramify.core.errors import ModelUnsupported
 from ramify.infer.cuda_runner import CudaModelRunner
@@ -37,8 +38,10 @@ from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, RecurrentWeight
 from ramify.model.kernels.recurrent_ops import compute_recurrent_layer as reference_recurrent
 from ramify.model.kernels.state_pool import StatePool, StateSpec
 from ramify.model.logit_transform import LogitTransform
+from ramify.model.recurrent_layers import check_kernels
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
 from tests.support import reference_ops as reference
+from tests.support.training import HYBRIDS, build_policy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF_DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
@@ -495,6 +498,28 @@ def test_the_measured_error_of_the_kernels_is_rounding(dtype, limit):
 def test_the_measured_error_of_linear_attention_is_rounding(heads, dtype, limit):
     key_heads = max(1, heads // 2)
     assert 0 < measure_kernel_error(key_heads, heads, 12, 20, dtype, DEVICE, has_correction=False) < limit
+
+
+class RuleRecorder(TorchDispatchMode):
+    """Records for each call of the kernels of recurrent states whether there were strengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_strength: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.ramify.gated_delta_rule.default:
+            self.has_strength.append(args[4] is not None)
+        return func(*args, **(kwargs or {}))
+
+
+@long_in_the_interpreter
+@pytest.mark.parametrize(("shape", "has_strength"), [("qwen3_5", True), ("granitemoehybrid", False)])
+def test_the_kernels_of_a_model_with_states_are_checked(shape, has_strength):
+    model = build_policy(HYBRIDS[shape]).model
+    with RuleRecorder() as recorder:
+        check_kernels(model, torch.float32, DEVICE)
+    assert recorder.has_strength == [has_strength]
 
 
 @pytest.mark.parametrize(("width", "has_bias"), [(4, False), (3, True)])
