@@ -15,7 +15,6 @@ from ramify.core.errors import ConfigInvalid, DeadlineExceeded, WeightsRefused
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
 from ramify.model.precision import cpu_has_bfloat16
 from ramify.model.resolve import resolve_model_path
-from ramify.model.weights_manifest import read_tensor_dtypes
 from ramify.trace import AnnotatedTrace, Annotation, Message, Trace, VersionSpan, build_forest, make_padding_forest
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, load_loss, pack_forests
 from ramify.train.build import choose_step_sizes, choose_trainer_dtype
@@ -293,35 +292,6 @@ def test_a_batch_without_packs_changes_nothing(device, dtype):
     metrics = trainer.step(Batch.from_packs(0, []))
     assert (metrics.loss, metrics.grad_norm, metrics.skipped) == (0.0, 0.0, False)
     assert all(torch.equal(value, before[name]) for name, value in copy_weights(trainer).items())
-
-
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_weights_are_loaded_in_the_dtype_they_are_stored_in(stored, tmp_path):
-    build_model(CONFIGS["llama"], "eager").to(stored).save_pretrained(tmp_path)
-    policy = load_policy(tmp_path, device="cpu", dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in policy.parameters()} == {stored}
-    expected = build_model(CONFIGS["llama"], "eager").to(stored).state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in policy.model.state_dict().items())
-    assert load_policy(tmp_path, device="cpu").model.dtype == torch.float32
-
-
-@pytest.mark.promise
-def test_values_stored_in_float32_are_not_rounded_on_the_way_to_master_weights(tmp_path):
-    """Qwen3.5 is stored in bfloat16, except norms and decays."""
-    model = build_model(HYBRIDS["qwen3_5"], "eager").bfloat16()
-    kept = [name for name, _ in model.named_parameters() if name.endswith(("norm.weight", "A_log", "dt_bias"))]
-    generator = torch.Generator().manual_seed(0)
-    for name in kept:
-        parameter = model.get_parameter(name)
-        parameter.data = torch.empty(parameter.shape).uniform_(-1.5, -0.5, generator=generator)
-    model.save_pretrained(tmp_path)
-    assert read_tensor_dtypes(tmp_path) == {"F32", "BF16"}
-    trainer = Trainer(load_policy(tmp_path, device="cpu", dtype=torch.bfloat16), TrainerConfig(), dtype=torch.bfloat16)
-    assert trainer.master_weights.is_split
-    weights = copy_weights(trainer)
-    assert len(kept) > 4
-    for name, value in model.named_parameters():
-        assert torch.equal(weights[f"model.{name}"], value.float()), name
 
 
 def test_the_format_of_moments_is_chosen_once():

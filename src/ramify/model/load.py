@@ -5,6 +5,7 @@ registered under a name, the model is loaded with that name, and what the engine
 function unchanged.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
 from ramify.core.errors import ModelUnsupported, WeightsRefused
@@ -127,29 +130,37 @@ def load_config(path: Path) -> Any:
     return config
 
 
-def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementation: str | None) -> Any:
+def load_hf_model(
+    path: Path, config: Any, dtype: torch.dtype, attn_implementation: str | None, *, keep_precision: bool = False
+) -> Any:
     """Load the Hugging Face model of a directory. Raises WeightsRefused or ModelUnsupported.
 
     A missing tensor is an error: transformers would initialize it with random numbers. Published adapters are merged
-    into their base model.
+    into their base model. With `keep_precision`, tensors whose values `dtype` would round keep their stored dtype; on
+    the host they stay in their mapped files.
     """
     if PublishedAdapters.from_directory(path) is not None:
         manifest, tensors = read_tensors(path)
         assert manifest.adapters is not None
-        module = load_hf_model(manifest.adapters.base_model, config, dtype, attn_implementation)
+        base_model = manifest.adapters.base_model
+        module = load_hf_model(base_model, config, dtype, attn_implementation, keep_precision=keep_precision)
         merge_published_adapters(module, tensors, manifest.adapters)
         return module
     logging.disable_progress_bar()
     is_vision_model = config.model_type in VISION_MODEL_TYPES
     auto_class: Any = AutoModelForImageTextToText if is_vision_model else AutoModelForCausalLM
     try:
+        settings = {"attn_implementation": split_attn_implementation(config, attn_implementation), "dtype": dtype}
+        if keep_precision:
+            with torch.device("meta"):
+                empty = auto_class.from_config(config, **settings)
+            auto_class, config, settings["state_dict"] = type(empty), empty.config, _map_checkpoint(path)
         loaded: Any = auto_class.from_pretrained(
-            path,
+            None if keep_precision else path,
             config=config,
-            dtype=dtype,
-            attn_implementation=split_attn_implementation(config, attn_implementation),
             local_files_only=True,
             output_loading_info=True,
+            **settings,
         )
     except (OSError, RuntimeError, SafetensorError) as error:
         raise WeightsRefused(f"the weights in {path} cannot be read: {describe_error(error)}") from error
@@ -163,6 +174,36 @@ def load_hf_model(path: Path, config: Any, dtype: torch.dtype, attn_implementati
     if missing := sorted(loading_info["missing_keys"]):
         raise WeightsRefused(f"{path} lacks {len(missing)} tensors of its model ({', '.join(missing[:3])})")
     return module
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """A tensor in a mapped file. transformers reads it when it needs it: by `tensor[...].to(...)`."""
+
+    tensor: Tensor
+
+    def __getitem__(self, index: Any) -> "_StoredTensor":
+        """Return this: `to` needs the dtype."""
+        return self
+
+    def to(self, *, device: Any, dtype: torch.dtype) -> Tensor:
+        """Return the tensor in `dtype`, or as it is stored if `dtype` would round it."""
+        is_rounded = torch.promote_types(self.tensor.dtype, dtype) != dtype
+        return self.tensor.to(device=device, dtype=None if is_rounded else dtype)
+
+
+def _map_checkpoint(path: Path) -> dict[str, _StoredTensor]:
+    """Map the tensors of a model directory, by name, from the files that transformers would read. Raises OSError."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{name}.index.json"
+        if (path / name).is_file():
+            files = [name]
+        elif index.is_file():
+            files = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        else:
+            continue
+        return {key: _StoredTensor(value) for file in files for key, value in load_state_dict(path / file).items()}
+    raise OSError("there is neither model.safetensors nor an index of several files")
 
 
 def read_shape(config: Any) -> ModelShape:

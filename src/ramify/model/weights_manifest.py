@@ -208,20 +208,6 @@ def read_tensor_shapes(directory: Path, files: list[str] | None = None) -> dict[
     return shapes
 
 
-def read_tensor_dtypes(directory: Path) -> set[str]:
-    """Return the dtypes of the tensors in the safetensors files of `directory`, as safetensors names them.
-
-    A directory of adapters has the dtypes of its base model.
-    """
-    adapters = PublishedAdapters.from_directory(directory)
-    directory = directory if adapters is None else adapters.base_model
-    dtypes: set[str] = set()
-    for path in directory.glob("*.safetensors"):
-        with _open_safetensors(path) as file:
-            dtypes.update(file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118
-    return dtypes
-
-
 def check_same_tensors(source: Path | str, actual: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
     """Raise WeightsRefused unless the tensors of `source` have the names and shapes of the model's."""
     missing, unknown = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())

@@ -113,7 +113,9 @@ def _load_policy(
         raise ConfigInvalid("a quantized model is trained by one rank; remove the key", key="model.quantize")
     # FSDP moves the model layer by layer, and quantization matrix by matrix, so that no GPU holds all of it.
     device = torch.device("cpu") if ranks.world_size > 1 or quantize else ranks.device
-    policy = load_policy(model_path, load_loss(config.loss.id, config.loss.options), device=device, dtype=dtype)
+    loss = load_loss(config.loss.id, config.loss.options)
+    # Weights beside adapters have no master weights, so they are rounded at once.
+    policy = load_policy(model_path, loss, device=device, dtype=dtype, keep_precision=not config.lora.enabled)
     if policy.tower is not None and ranks.world_size > 1:
         raise ModelUnsupported("a vision-language model is trained by one rank: its tower is not sharded")
     if config.freeze_vision:

@@ -28,7 +28,6 @@ from ramify.model.recurrent_layers import add_forest_layers
 from ramify.model.resolve import fetch_config, fetch_model
 from ramify.model.tree_attention import ATTENTION_NAME, BLOCK_SIZE, read_attention_settings
 from ramify.model.vision import build_image_inputs, get_vision_tower
-from ramify.model.weights_manifest import read_tensor_dtypes
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest, concat_forests
 from ramify.trace.forest import START_LOGPROB
 from ramify.train import recompute
@@ -36,8 +35,6 @@ from ramify.train.batch import START_REFERENCE_COUNT, pack_forests
 from ramify.train.lm_head import compute_logprobs
 from ramify.train.losses import Entries, LossFunction, ce, dppo, kl, ref_kl
 from ramify.train.model_inputs import ModelInputs, build_model_inputs
-
-SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class PolicyOutput(NamedTuple):
@@ -180,13 +177,14 @@ def load_policy(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
     recompute_layers: int = 0,
+    keep_precision: bool = False,
 ) -> PolicyModel:
     """Load a model to train.
 
     `model` is a packaged model, a directory, or a Hugging Face id; `rl_loss` is what `forward` computes for entries of
-    the policy gradient; `device` is by default a GPU if there is one; the model computes in `dtype` (weights are
-    loaded in bfloat16 only if they are stored in it, so that `MasterWeights` gets them as they are);
-    the backward pass recomputes the activations of the first `recompute_layers` layers, which saves memory.
+    the policy gradient; `device` is by default a GPU if there is one; the model computes in `dtype`;
+    the backward pass recomputes the activations of the first `recompute_layers` layers, which saves memory. With
+    `keep_precision`, tensors that `dtype` would round keep their stored dtype: `MasterWeights` takes them one by one.
 
     Raises ModelUnsupported if the policy does not compute what the model itself does. The check runs on the CPU in
     float32, where every model is loaded first: before sharding, and without kernels that training in another dtype
@@ -196,8 +194,8 @@ def load_policy(
     layout = choose_pack_layout(config)  # raises before weights are downloaded or read
     path = model if isinstance(model, Path) else fetch_model(model)
     logging.disable_progress_bar()
-    load_dtype = dtype if read_tensor_dtypes(path) == {SAFETENSORS_NAMES.get(dtype)} else torch.float32
-    policy = PolicyModel(load_hf_model(path, config, load_dtype, get_attention_name(layout)), layout, rl_loss)
+    model = load_hf_model(path, config, dtype, get_attention_name(layout), keep_precision=keep_precision)
+    policy = PolicyModel(model, layout, rl_loss)
     with _compute_in_float32(policy):
         _check_agreement(policy)
     policy.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -209,20 +207,26 @@ def load_policy(
 def _compute_in_float32(policy: PolicyModel) -> Iterator[None]:
     """Run the block with float32 weights, without a copy of all of them: layers are converted one at a time."""
     layers: Any = getattr(policy.model.get_decoder(), "layers", ())
-    stored_dtypes = {value: value.dtype for value in (*policy.parameters(), *policy.buffers())}
     layer_values = {value for layer in layers for value in (*layer.parameters(), *layer.buffers())}
-    outer_values = [value for value in stored_dtypes if value not in layer_values]
+    outer_values = [value for value in (*policy.parameters(), *policy.buffers()) if value not in layer_values]
+    stored: dict[Tensor, Tensor] = {}
 
-    def convert(values: Iterable[Tensor], *, restore: bool = False) -> None:
+    def convert(values: Iterable[Tensor]) -> None:
         for value in values:
-            if value.is_floating_point():
-                value.data = value.data.to(stored_dtypes[value] if restore else torch.float32)
+            if value.is_floating_point() and value.dtype != torch.float32:
+                stored[value] = value.data
+                value.data = value.data.float()
+
+    def restore(values: Iterable[Tensor]) -> None:
+        for value in values:
+            if value in stored:
+                value.data = stored.pop(value)
 
     def before_layer(layer: nn.Module, _: Any) -> None:
         convert((*layer.parameters(), *layer.buffers()))
 
     def after_layer(layer: nn.Module, *_: Any) -> None:
-        convert((*layer.parameters(), *layer.buffers()), restore=True)
+        restore((*layer.parameters(), *layer.buffers()))
 
     convert(outer_values)
     handles = [layer.register_forward_pre_hook(before_layer) for layer in layers]
@@ -232,7 +236,7 @@ def _compute_in_float32(policy: PolicyModel) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        convert(stored_dtypes, restore=True)
+        restore(list(stored))
 
 
 @torch.no_grad()
