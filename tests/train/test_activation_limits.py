@@ -149,7 +149,7 @@ def build_small_trainer(room: int, *, num_allocations: int = 0, shape: str = "ll
     ("shape", "room", "recomputed"),
     [
         ("llama", 90, 2),
-        ("hybrid", 90, 2),
+        pytest.param("hybrid", 90, 2, marks=pytest.mark.full("its layers are recomputed above")),
         pytest.param("llama", 700, 1, marks=pytest.mark.full("with 90, layers are recomputed first, too")),
         pytest.param("hybrid", 700, 1, marks=pytest.mark.full("with 90, layers are recomputed first, too")),
     ],

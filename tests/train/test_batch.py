@@ -1,7 +1,5 @@
 """Batches are split across ranks and encoded without loss, and damaged bytes are refused."""
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import fields
 from random import Random
@@ -105,18 +103,6 @@ def test_repacked_shares_hold_the_entries_of_the_batch(flat):
     assert count_entries(repacked.packs) == count_entries(batch.packs)
     repacked_tokens, tokens = (sum(pack.num_tokens for pack in packs) for packs in (repacked.packs, batch.packs))
     assert repacked_tokens > tokens if flat else repacked_tokens == tokens
-
-
-@pytest.mark.process
-def test_packing_splitting_encoding_and_configuration_need_no_torch():
-    code = """
-import sys
-sys.modules["torch"] = None
-import ramify.train as train, ramify.train.remote_batch_source, ramify.train.sft.plan
-train.TrainerConfig(loss={"id": "gspo"})
-train.load_loss("ppo")
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @given(st.integers(0, 10_000), st.sampled_from(PackLayout), st.sampled_from([0, 40, 256]))

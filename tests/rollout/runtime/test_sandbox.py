@@ -349,7 +349,7 @@ async def test_fork_bomb_is_contained(sandbox_kind):
         bomb = "f() { f | f & }; f; sleep 1; echo survived"
         result = await runtime.run(bomb, timeout=20)
         assert result.returncode != 0 or b"survived" in result.stdout
-        async with open_runtime(sandbox_kind) as other:
+        async with open_runtime("sandbox") as other:
             assert (await other.run("echo fine", timeout=20)).stdout == b"fine\n"
 
 
