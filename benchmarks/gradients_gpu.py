@@ -1,7 +1,7 @@
 """Gradients in bfloat16 on one GPU: forests beside flat paths, and both beside float32.
 
 The gradients of a forest should differ from flat paths no more than two flat runs with different packing
-differ from each other, and be as close to float32. The models are trained first: seven architectures of realistic
+differ from each other, and be as close to float32. The models are trained first: eight architectures of realistic
 depth, trained here on the sources of Python's standard library, and SmolLM2 if it is given; the text is new to them.
 
 A batch is packed flat in several ways and as forests in as many. The check compares the mean distance of forests to
@@ -33,6 +33,7 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
@@ -78,6 +79,17 @@ MODELS = {
     ),
     "soft caps": Gemma2Config(**SIZES, sliding_window=256, query_pre_attn_scalar=64, attn_logit_softcapping=5.0),
     "delta nets": Qwen3_5TextConfig(**SIZES, **DELTA_NET),
+    "mamba-2": GraniteMoeHybridConfig(
+        **SIZES,
+        shared_intermediate_size=1536,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        layer_types=["mamba", "mamba", "attention"] * 8,
+        mamba_n_heads=18,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        attention_multiplier=0.125,
+    ),
     "convolutions": Lfm2Config(
         **SIZES, block_auto_adjust_ff_dim=False, layer_types=["conv", "conv", "full_attention"] * 8
     ),
