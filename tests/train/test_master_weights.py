@@ -5,6 +5,8 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ramify.train.config import OptimConfig
 from ramify.train.master_weights import MasterWeights, join_float32, round_to_bfloat16, split_float32
@@ -108,3 +110,31 @@ def test_split_masters_equal_float32_masters_bit_for_bit(type, num_steps):
     for (name, parameter), master in zip(split.named_parameters(), reference.parameters()):
         assert torch.equal(split.to_float32(parameter).view(torch.int32), master.detach().view(torch.int32)), name
         assert torch.equal(parameter, round_to_bfloat16(master.detach())), name
+
+
+class Float32Peak(TorchDispatchMode):
+    """Counts the bytes that float32 tensors on a GPU hold at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._alive = 0, WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_cuda and out.dtype == torch.float32:
+            self._alive[out.untyped_storage()] = None
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._alive))
+        return out
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_move_to_their_device_one_by_one():
+    module = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(8)), nn.BatchNorm1d(32))
+    module[0].requires_grad_(False)
+    with Float32Peak() as allocation:
+        masters = MasterWeights(module, torch.bfloat16, torch.device("cuda"))
+    assert 0 < allocation.peak <= 2 * module[0].weight.numel() * 4
+    assert all(value.is_cuda for value in (*module.parameters(), *module.buffers()))
+    assert {value.dtype for value in module.parameters()} == {torch.bfloat16}
+    remainders = [masters.get_remainder(value) for value in masters.parameters()]
+    assert [(value.device.type, value.dtype) for value in remainders] == [("cuda", torch.int16)] * 9

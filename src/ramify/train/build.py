@@ -84,7 +84,6 @@ def build_trainer(
         if quantize:
             log(f"fixed weights: {quantize.removesuffix('bit')} bits")
             quantize_base(policy.model, quantize, choice.dtype, ranks.device)
-            policy.to(ranks.device)
     if is_cuda if config.compile is None else config.compile:
         compile_layers(policy)
     if ranks.world_size > 1:
@@ -94,6 +93,7 @@ def build_trainer(
         config,
         total_steps=total_steps,
         dtype=choice.dtype if ranks.world_size == 1 else torch.float32,  # FSDP casts the weights itself
+        device=ranks.device if ranks.world_size == 1 else None,  # FSDP has moved them
         merge_sums=lambda sums: MetricSums.merge(ranks.all_gather(sums)),
         num_ranks=ranks.world_size,
         load_image=build_image_loader(model_path, media) if policy.tower is not None else None,
@@ -111,11 +111,10 @@ def _load_policy(
     """Load the model with its loss. Raises ConfigInvalid or ModelUnsupported if these ranks cannot train it."""
     if quantize and ranks.world_size > 1:
         raise ConfigInvalid("a quantized model is trained by one rank; remove the key", key="model.quantize")
-    # FSDP moves the model layer by layer, and quantization matrix by matrix, so that no GPU holds all of it.
-    device = torch.device("cpu") if ranks.world_size > 1 or quantize else ranks.device
     loss = load_loss(config.loss.id, config.loss.options)
-    # Weights beside adapters have no master weights, so they are rounded at once.
-    policy = load_policy(model_path, loss, device=device, dtype=dtype, keep_precision=not config.lora.enabled)
+    # Weights beside adapters have no master weights, so they are rounded at once. All move to the GPU one by one, or
+    # layer by layer with FSDP, so that no GPU holds the model as it is stored.
+    policy = load_policy(model_path, loss, device="cpu", dtype=dtype, keep_precision=not config.lora.enabled)
     if policy.tower is not None and ranks.world_size > 1:
         raise ModelUnsupported("a vision-language model is trained by one rank: its tower is not sharded")
     if config.freeze_vision:

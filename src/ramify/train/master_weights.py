@@ -47,10 +47,13 @@ def round_to_bfloat16(values: Tensor) -> Tensor:
 class MasterWeights:
     """The trained weights of a module in float32, and their gradients.
 
-    The module computes in `dtype`. In bfloat16 the module's parameters become the upper halves of the weights.
+    The module computes in `dtype`. In bfloat16 the module's parameters become the upper halves of the weights. If
+    `device` is given, the module moves to it weight by weight, so that it never holds the module as it was stored.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
         self._remainders: dict[nn.Parameter, Tensor] = {}  # of split weights
         self._gradients: dict[nn.Parameter, Tensor] = {}  # of split weights
@@ -59,10 +62,12 @@ class MasterWeights:
             if parameter.requires_grad:
                 self._parameters[name] = parameter
             if parameter.requires_grad and dtype == torch.bfloat16:
-                parameter.data, self._remainders[parameter] = split_float32(parameter.data)
+                parameter.data, self._remainders[parameter] = split_float32(parameter.data.to(device))
                 parameter.register_post_accumulate_grad_hook(self._collect_gradient)
-            elif parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype)
+            elif device is not None or parameter.dtype != dtype:
+                parameter.data = parameter.data.to(device, dtype)
+        if device is not None:
+            module.to(device)  # its buffers
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the trained parameters of the model. Parameters of split weights hold the upper half."""

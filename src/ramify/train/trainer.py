@@ -38,10 +38,11 @@ POLL_INTERVAL = 1e-4  # seconds between two checks of whether it has
 class Trainer:
     """A policy with its master weights and its optimizer.
 
-    `total_steps` is the length of the run, for schedules that need it; the policy computes in `dtype`; `merge_sums`
-    adds up the metric sums of all `num_ranks` ranks; `load_image` returns the processed image of a media entry.
-    `token_stats`, if given, gets logprob and entropy of every trained token. `activations` is by default what
-    `config` allows. `before_update` is called in every step before the weights change: engines may be copying them.
+    `total_steps` is the length of the run, for schedules that need it; the policy computes in `dtype`, and moves to
+    `device` if that is given; `merge_sums` adds up the metric sums of all `num_ranks` ranks; `load_image` returns the
+    processed image of a media entry. `token_stats`, if given, gets logprob and entropy of every trained token.
+    `activations` is by default what `config` allows. `before_update` is called in every step before the weights change:
+    engines may be copying them.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Trainer:
         *,
         total_steps: int | None = None,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
         merge_sums: Callable[[MetricSums], MetricSums] = lambda sums: sums,
         num_ranks: int = 1,
         load_image: LoadImage | None = None,
@@ -61,7 +63,7 @@ class Trainer:
         self.load_image, self.token_stats = load_image, token_stats
         self.before_update: Callable[[], None] = lambda: None
         self.activations = activations or ActivationBudget(policy, ActivationLimits.from_config(config))
-        self.master_weights = MasterWeights(policy, dtype)
+        self.master_weights = MasterWeights(policy, dtype, device)
         self.optimizer = OptimizersContainer(self.master_weights, config.optim, total_steps)
         self.device = next(policy.parameters()).device
         self.flops_model = FlopsModel.from_model(policy.model)
