@@ -29,28 +29,17 @@ def test_the_card_has_evals_curves_config_data_and_versions(run, capsys):
     assert main(["push", "first", "--step", "2"]) == 0  # it may be repeated
 
 
-def test_the_card_has_no_secrets(run):
-    with (run / "config.toml").open("a") as file:
-        file.write('[launch.env.all]\nDATABASE_URL = "postgres://me:hidden"\n')
-        file.write('[headers]\nAuthorization = "Bearer hidden"\napi_keys = ["hidden"]\n')
-    assert main(["push", "first", "--step", "2"]) == 0
-    card = (run / "models" / "first-000002" / "README.md").read_text()
-    assert "DATABASE_URL" in card and "Authorization" in card and "hidden" not in card
-
-
-def test_the_card_lists_equal_environments_once(run):
+def test_without_a_token_the_card_is_written_without_secrets_and_equal_environments(run, capsys):
     config = (run / "config.toml").read_text().replace("eval = []\n", "")
+    config += '[launch.env.all]\nDATABASE_URL = "postgres://me:hidden"\n'
+    config += '[headers]\nAuthorization = "Bearer hidden"\napi_keys = ["hidden"]\n'
     source = '\n[[eval]]\nname = "{}"\ntaskset = {{ id = "reverse-text" }}\n'
     (run / "config.toml").write_text(config + source.format("a") + source.format("b"))
-    assert main(["push", "first"]) == 0
-    card = (run / "models" / "first-000004" / "README.md").read_text()
-    assert card.count("- evaluated on `reverse-text`") == 1
-
-
-def test_without_a_token_the_directory_is_named(run, capsys):
     assert main(["push", "first", "--repo", "me/first"]) == 2
     assert "outputs/first/models/first-000004 was not uploaded: set HF_TOKEN" in capsys.readouterr().err
-    assert (run / "models" / "first-000004" / "README.md").is_file()
+    card = (run / "models" / "first-000004" / "README.md").read_text()
+    assert "DATABASE_URL" in card and "Authorization" in card and "hidden" not in card
+    assert card.count("- evaluated on `reverse-text`") == 1
 
 
 def test_the_command_that_uploads_is_printed_and_private_needs_a_repo(run, capsys):

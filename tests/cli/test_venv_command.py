@@ -42,7 +42,7 @@ def test_validate_runs_in_the_named_interpreter(python):
 
 def test_eval_runs_in_the_named_interpreter(python):
     with run_engine(ScriptedEngine(reverse_some)) as engine:
-        arguments = ["-m", "tiny", "-b", engine.url, "-n", "1", "-r", "1", "--workers", "1", "--name", "run"]
+        arguments = ["-m", "tiny", "-b", engine.url, "-n", "1", "-r", "1", "--name", "run"]
         result = ramify("eval", "where.py", "--python", str(python), *arguments)
     assert result.returncode == 0, result.stderr
     assert re.search(r"^in_other +1\.000", result.stdout, re.MULTILINE), result.stdout

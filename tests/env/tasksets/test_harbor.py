@@ -199,10 +199,13 @@ ATTACKS = {
     "settings": {"pytest.ini": "[pytest]\naddopts = --collect-only\n"},
     "site": {"sitecustomize.py": "import os\nos._exit(0)\n"},
 }
+ATTACK_MARKS = {
+    attack: pytest.mark.full("the tests of the taskset swe try it, too") for attack in ("conftest", "settings")
+}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", [pytest.param(attack, marks=ATTACK_MARKS.get(attack, ())) for attack in ATTACKS])
 async def test_trick_does_not_pass_the_tests_of_pytest(attack):
     assert (await work(PYTEST, files=ATTACKS[attack])).reward == 0.0
     if attack == "patched pytest":
