@@ -21,8 +21,11 @@ from ramify.model.load import load_config, load_hf_model
 from ramify.model.lora import is_adapter_weight
 from ramify.model.weights_manifest import read_tensor_shapes
 from ramify.train import Trainer, TrainerConfig, build_trainer
+from ramify.train.distributed import gather_full_tensor, init_distributed
 from ramify.train.policy_model import load_policy
-from tests.support.models import write_qwen3_5_with_images
+from tests.support.models import write_qwen3_5_with_images, write_vision_model
+from tests.support.runs import FULL
+from tests.support.trainer import run_ranks
 from tests.support.training import CONFIGS, HYBRIDS, SINGLE_RANK, build_model, copy_weights
 
 # Models in many layers, of which a single one does not matter.
@@ -115,9 +118,11 @@ def store_as(directory: Path, stored: str) -> Path:
 
 
 def write_checkpoint(directory: Path, kind: str, stored: str) -> Path:
-    """Write a random model, in several files unless it has a vision tower."""
+    """Write a random model; hybrids are in several files."""
     if kind == "qwen3_5_with_images":
         return store_as(write_qwen3_5_with_images(directory), stored)
+    if kind == "qwen3_vl":
+        return store_as(write_vision_model(directory, kind), stored)
     config = {**CONFIGS, **HYBRIDS, **TALL_CONFIGS}[kind]
     build_model(config, "eager").save_pretrained(directory, max_shard_size="100KB" if kind in HYBRIDS else "1GB")
     return store_as(directory, stored)
@@ -146,6 +151,7 @@ def equal_bits(left: Tensor, right: Tensor) -> bool:
         ("qwen3_5", "mixed"),
         ("qwen3_5", "float32"),
         ("qwen3_5_with_images", "mixed"),
+        ("qwen3_vl", "mixed"),
         ("qwen3_next", "mixed"),
         ("qwen3_next", "mixed_experts"),
         ("qwen3_next", "float32"),
@@ -180,6 +186,26 @@ def test_incomplete_files_are_refused(problem, tmp_path):
         (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(WeightsRefused, match=re.escape(str(tmp_path))):
         load_policy(tmp_path, device="cpu", dtype=torch.bfloat16, keep_precision=True)
+
+
+def save_masters_as_rank(model: Path, file: Path) -> None:
+    config = TrainerConfig.model_validate({"threads": 1, "dtype": "bfloat16"})
+    with init_distributed(config) as ranks:
+        weights = copy_weights(build_trainer(model, config, ranks))
+        weights = {name: gather_full_tensor(value) for name, value in weights.items()}
+        if ranks.is_first:
+            torch.save(weights, file)
+
+
+@pytest.mark.skipif(not FULL, reason="starts two processes")
+@pytest.mark.process
+@pytest.mark.promise
+def test_sharded_master_weights_are_the_stored_values(tmp_path):
+    expected = read_stored(write_checkpoint(tmp_path / "model", "qwen3_5", "mixed"))
+    run_ranks(2, save_masters_as_rank, tmp_path / "model", tmp_path / "masters.pt", gang="0")
+    weights = torch.load(tmp_path / "masters.pt")
+    assert weights.keys() == expected.keys()
+    assert all(equal_bits(value, expected[name]) for name, value in weights.items())
 
 
 @pytest.mark.parametrize("stored", ["mixed", "float32"])
