@@ -112,6 +112,45 @@ def test_split_masters_equal_float32_masters_bit_for_bit(type, num_steps):
         assert torch.equal(parameter, round_to_bfloat16(master.detach())), name
 
 
+class FailingOperator(TorchDispatchMode):
+    """Fails in one operator, as if the device had no more memory."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.remaining = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.remaining -= 1
+        if self.remaining == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_weights_are_split_also_after_running_out_of_memory(keep):
+    torch.manual_seed(0)
+    module = nn.ParameterDict({name: torch.randn(4) for name in ("first", "second")})
+    masters = MasterWeights(module, torch.bfloat16)
+    for number in range(1, 100):
+        before = [masters.to_float32(value) for value in masters.parameters()]
+        operator = FailingOperator(number)
+        try:
+            with operator, masters.joined(masters.parameters(), keep=keep):
+                for value in module.values():
+                    value.data.mul_(2)
+            is_complete = True
+        except torch.OutOfMemoryError:
+            is_complete = False
+        after = [masters.to_float32(value) for value in masters.parameters()]
+        assert {value.dtype for value in module.values()} == {torch.bfloat16}
+        for old, new in zip(before, after, strict=True):
+            assert torch.equal(old, new) or (keep and torch.equal(2 * old, new))
+        if is_complete:
+            break
+    assert number > 10
+    assert keep == (not torch.equal(before[0], after[0]))
+
+
 class Float32Peak(TorchDispatchMode):
     """Counts the bytes that float32 tensors on a GPU hold at the same time."""
 

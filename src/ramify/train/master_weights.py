@@ -112,28 +112,29 @@ class MasterWeights:
     def joined(self, parameters: Iterable[nn.Parameter], *, keep: bool = True) -> Iterator[None]:
         """Inside the block, these parameters are float32 and have their gradients; then they are split again.
 
-        Unless `keep`, what the block changes is dropped; weights that are not split are restored from the host.
+        If the block fails, the changes of split weights are undone. With `keep=False`, all changes are undone; unsplit
+        weights are restored from a copy in host memory.
         """
         parameters = list(parameters)
         split = {parameter: parameter.data for parameter in parameters if parameter in self._remainders}
         unsplit = [] if keep else [_get_local(parameter) for parameter in parameters if parameter not in split]
         copies = [values.to("cpu", copy=True) for values in unsplit]
-        for parameter in split:
-            parameter.data = join_float32(parameter.data, self._remainders[parameter])
-            gradient = self._gradients.get(parameter)
-            parameter.grad = None if gradient is None else gradient.float()
+        changed: dict[nn.Parameter, Tensor] = {}
         try:
+            for parameter in split:
+                parameter.data = join_float32(parameter.data, self._remainders[parameter])
+                gradient = self._gradients.get(parameter)
+                parameter.grad = None if gradient is None else gradient.float()
             yield
+            changed = {parameter: parameter.data for parameter in split} if keep else {}
         finally:
             for parameter, upper in split.items():  # their memory stays the same: engines copy from it
                 parameter.grad = None
-                values, remainder = split_float32(parameter.data)
                 parameter.data = upper
-                if keep:
-                    upper.copy_(values)
-                    self._remainders[parameter].copy_(remainder)
             for values, copy in zip(unsplit, copies, strict=True):
                 values.copy_(copy)
+        for parameter, values in changed.items():
+            self.set_float32(parameter, (), values)
 
     def zero_grad(self, *, num_packs: int = 1) -> None:
         """Drop all gradients. `num_packs` is the number of backward passes whose gradients will be summed."""
@@ -143,7 +144,7 @@ class MasterWeights:
             parameter.grad = None
 
     def allocate_gradients(self) -> None:
-        """Set all gradients to 0, in the dtype that gradients of several packs have."""
+        """Set all gradients to 0, in float32 for split weights, as when several packs are summed."""
         self.zero_grad()
         for parameter in self.parameters():
             if parameter in self._remainders:
