@@ -35,7 +35,9 @@ TESTED = {
     ),
     "lfm2": "gradients and logprobs on CPU; gradients and tests of the engine on H200",
     "olmo_hybrid": "gradients and logprobs on CPU",
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "lfm2_moe"), "gradients and logprobs of Qwen3-Next on CPU"),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe"), "gradients and logprobs of Qwen3-Next on CPU"
+    ),
     **dict.fromkeys(("mamba", "falcon_mamba"), "the check of the trainer on CPU"),
     **dict.fromkeys(("falcon_h1", "nemotron_h", "minimax"), "gradients on CPU"),
     **dict.fromkeys(
@@ -45,6 +47,7 @@ TESTED = {
             "kimi_linear",
             "minicpm3",
             "gemma4",
+            "llama4",
             "llama4_text",
             "mimo_v2_flash",
             "deepseek_v4",
@@ -62,7 +65,8 @@ TESTED = {
     ),
     "gpt2": "the engine's check on CPU",
 }
-NOT_TESTED = "not tested: engine and trainer check it against its own code when it is loaded"
+NOT_TESTED = "not tested"
+CHECKED_WHEN_LOADED = "not tested: it is compared with its own code when it is loaded"
 VLLM_ADVICE = 'inference.engine = "vllm" runs it in vLLM, if that knows the model'
 
 
@@ -106,7 +110,9 @@ def read_model_support(config: Any) -> ModelSupport:
         notes.append(experts)
     lora = "no" if trainer == REFUSED else "not experts" if read_expert_counts(settings) else "yes"
     images = "yes" if config.model_type in VISION_MODEL_TYPES else "no"
-    return ModelSupport(config.model_type, engine, trainer, lora, images, _get_tested(config.model_type), tuple(notes))
+    is_refused = engine == trainer == REFUSED
+    tested = TESTED.get(config.model_type, NOT_TESTED if is_refused else CHECKED_WHEN_LOADED)
+    return ModelSupport(config.model_type, engine, trainer, lora, images, tested, tuple(notes))
 
 
 def read_directory_support(path: Path) -> ModelSupport:
@@ -115,7 +121,8 @@ def read_directory_support(path: Path) -> ModelSupport:
         return read_model_support(load_config(path))
     except ModelUnsupported as error:
         model_type = _read_model_type(path / "config.json")
-        return ModelSupport(model_type, REFUSED, REFUSED, "no", "no", _get_tested(model_type), (str(error),))
+        tested = TESTED.get(model_type, NOT_TESTED)
+        return ModelSupport(model_type, REFUSED, REFUSED, "no", "no", tested, (str(error),))
 
 
 def check_supported(path: Path, *, is_sampled: bool = False) -> None:
@@ -124,10 +131,6 @@ def check_supported(path: Path, *, is_sampled: bool = False) -> None:
     choose_pack_layout(config)
     if is_sampled:
         read_shape(config)
-
-
-def _get_tested(model_type: str) -> str:
-    return TESTED.get(model_type, NOT_TESTED)
 
 
 def _read_model_type(path: Path) -> str:
