@@ -55,7 +55,7 @@ def _train(config: TrainerProcessConfig, *, replay: Path | None, record: Path | 
         signal.signal(number, lambda number, _: received_signals.append(number))
     with init_distributed(config.trainer) as ranks, lock_directory(config.weights_directory):
         if replay is not None:
-            source = ReplayBatchSource(BatchRecording(replay), flat=flat)  # pyrefly: ignore[bad-instantiation] - none is
+            source = ReplayBatchSource(BatchRecording(replay), flat=flat)  # pyrefly: ignore[bad-instantiation] - the class has no abstract methods
         else:
             assert config.address is not None
             source = RemoteBatchSource(

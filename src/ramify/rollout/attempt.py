@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from ramify.infer.gateway import Gateway
 
 ProgressCallback = Callable[[str, int], None]
-"""Called with the phase that an attempt enters ("boot", "setup", "harness", "finalize", "scoring", "done"), and with
-"turn" whenever a model call was recorded."""
+"""Called with a phase ("boot", "setup", "harness", "finalize", "scoring", "done") when the attempt enters it, or "turn"
+after a model call, and with the number of model calls so far."""
 CLOSE_TIMEOUT = 30.0  # seconds for the runtime to stop
 
 
@@ -123,7 +123,7 @@ class AttemptRunner:
         seed_text = f"{seed}:{task.identity}:{attempt}"
         self.env, self.task = env, task
         self.harness_timeout = task.timeout or env.harness.config.timeout
-        self.runtime = RetryingRuntime(env.prepared_runtimes.take())  # pyrefly: ignore[bad-instantiation] - nothing of it is abstract
+        self.runtime = RetryingRuntime(env.prepared_runtimes.take())  # pyrefly: ignore[bad-instantiation] - the class has no abstract methods
         self._policy, self._seed_text, self._train = policy, seed_text, train
         self.trace = Trace(
             id=id,
@@ -237,7 +237,7 @@ class AttemptRunner:
             async with fail_after(self.env.source.timeouts.boot, "the runtime of the rewards"):
                 self.trace.info["outputs"] = await collect_outputs(self.runtime, outputs, Path(directory))
                 await self._stop_runtime()
-                self.runtime = self.context.runtime = RetryingRuntime(self.env.prepared_runtimes.take())  # pyrefly: ignore[bad-instantiation]
+                self.runtime = self.context.runtime = RetryingRuntime(self.env.prepared_runtimes.take())  # pyrefly: ignore[bad-instantiation] - the class has no abstract methods
                 await self.runtime.start(self.task)
             await self._run_commands("setup")  # each command has a time limit of its own
             async with fail_after(self.env.source.timeouts.boot, "the outputs of the task"):

@@ -110,7 +110,7 @@ class EnvClient(AsyncService):
         def report(part: WireMessage) -> None:
             assert on_progress is not None
             update = part.decode(RolloutUpdate)
-            on_progress(update.phase, update.calls)
+            on_progress(update.phase, update.num_calls)
 
         on_part = None if on_progress is None else report
         message = await self._client.call("run", WireMessage.encode(request), timeout=timeout, on_part=on_part)

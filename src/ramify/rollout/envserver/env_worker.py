@@ -254,8 +254,8 @@ class EnvWorker:
         assert current_task is not None
         current_task.set_name(rollout.id)  # so that a hang report names the rollout
 
-        def send_update(phase: str, calls: int) -> None:
-            request.send_part(WireMessage.encode(RolloutUpdate(phase, calls)))
+        def send_update(phase: str, num_calls: int) -> None:
+            request.send_part(WireMessage.encode(RolloutUpdate(phase, num_calls)))
 
         with RolloutLog(rollout) as rollout_log:
             episode = await self._run_attempt(rollout, send_update if rollout.stream else None)

@@ -32,10 +32,10 @@ class RolloutRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
 
 class RolloutUpdate(msgspec.Struct, forbid_unknown_fields=True):
-    """What a running rollout does, and how many model calls it has made."""
+    """Progress of a running rollout: the phase it enters, or "turn" after a model call, and its number of calls."""
 
     phase: str
-    calls: int
+    num_calls: int
 
 
 class RolloutResponse(msgspec.Struct, forbid_unknown_fields=True):

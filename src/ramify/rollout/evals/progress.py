@@ -29,7 +29,7 @@ class RunningRollout:
     id: str
     started_at: float
     phase: str = "waiting"
-    calls: int = 0
+    num_calls: int = 0
 
     @property
     def elapsed(self) -> float:
@@ -60,11 +60,11 @@ class EvalProgress:
         """Record that a rollout starts."""
         self.running[id] = RunningRollout(id, time.monotonic())
 
-    def update_rollout(self, id: str, phase: str, calls: int) -> None:
+    def update_rollout(self, id: str, phase: str, num_calls: int) -> None:
         """Record that a rollout enters a phase, or has finished a model call (`turn`)."""
         if (running := self.running.get(id)) is not None:
             running.phase = running.phase if phase == "turn" else phase
-            running.calls = calls
+            running.num_calls = num_calls
 
     def finish_rollout(self, row: RolloutRecord) -> None:
         """Record that a rollout has been stored."""
@@ -187,7 +187,7 @@ class EvalContent:
             slowest.add_row(id, f"{seconds:.1f}", state)
         running = make_grid("running", "seconds", "phase", "calls")
         for rollout in sorted(progress.running.values(), key=lambda rollout: rollout.started_at)[:MAX_RUNNING_SHOWN]:
-            running.add_row(rollout.id, f"{rollout.elapsed:.1f}", rollout.phase, str(rollout.calls))
+            running.add_row(rollout.id, f"{rollout.elapsed:.1f}", rollout.phase, str(rollout.num_calls))
         if len(progress.running) > MAX_RUNNING_SHOWN:
             running.add_row(f"and {len(progress.running) - MAX_RUNNING_SHOWN} more")
         return Group(head, Text(), stats_table, Text(), slowest, Text(), running)

@@ -282,8 +282,8 @@ class EvalRunner:
     async def _run_from_queue(self, queue: Iterator[PlannedRollout]) -> None:
         for rollout in queue:
 
-            def on_progress(phase: str, calls: int, id: str = rollout.id) -> None:
-                self.progress.update_rollout(id, phase, calls)
+            def on_progress(phase: str, num_calls: int, id: str = rollout.id) -> None:
+                self.progress.update_rollout(id, phase, num_calls)
                 self._note_running()
 
             self.progress.start_rollout(rollout.id)
