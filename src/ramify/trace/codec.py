@@ -6,7 +6,7 @@ The columns follow the header in a fixed order, each aligned to 8 bytes, with th
 one join, decoding returns numpy views of the received bytes. The checksum covers every byte but itself and is verified
 before anything else is read.
 
-A trace is one such frame; an episode is another kind, whose parts are frames.
+A trace is one frame. An episode is a frame of another kind that contains the frames of its traces.
 """
 
 import math
@@ -88,11 +88,11 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class TraceFrameHeader(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The header of a frame; `until` has the lengths of its columns. Field names are part of the format."""
+    """The header of a frame, with the lengths of its columns. Its encoded field names are part of the format."""
 
     trace: str
     attempt: int = 0
-    until: ColumnLengths = EMPTY_LENGTHS
+    lengths: ColumnLengths = msgspec.field(name="until", default=EMPTY_LENGTHS)
     header: TraceHeader
     policies: list[str] = []
     media: list[Media] = []
@@ -116,7 +116,7 @@ def encode_trace(trace: Trace) -> bytes:
     frame_header = TraceFrameHeader(
         trace=trace.id,
         attempt=trace.attempt,
-        until=ColumnLengths.from_graph(graph),
+        lengths=ColumnLengths.from_graph(graph),
         header=trace.header,
         policies=graph.policies,
         media=graph.media,
@@ -167,7 +167,7 @@ def parse_frame(data: bytes | bytearray | memoryview) -> tuple[TraceFrameHeader,
     try:
         frame_header = _decode_frame_header(encoded)
         _check_frame_header(frame_header)
-        layout = [(dtype, (getattr(frame_header.until, name),)) for name, dtype in _COLUMNS.items()]
+        layout = [(dtype, (getattr(frame_header.lengths, name),)) for name, dtype in _COLUMNS.items()]
         layout += [(np.dtype(spec.dtype), spec.shape) for spec in frame_header.arrays]
         views = split_body(body, [dtype.itemsize * math.prod(shape) for dtype, shape in layout])
         parts = zip(views, layout, strict=True)
@@ -178,12 +178,12 @@ def parse_frame(data: bytes | bytearray | memoryview) -> tuple[TraceFrameHeader,
 
 def _check_frame_header(frame_header: TraceFrameHeader) -> None:
     """Raise DataCorrupt if the lengths, tables and array specs of the header contradict each other."""
-    until, header = frame_header.until, frame_header.header
-    if min(msgspec.structs.astuple(until)) < 0:
-        raise DataCorrupt(f"the columns of the frame cannot have the lengths {until}")
+    lengths, header = frame_header.lengths, frame_header.header
+    if min(msgspec.structs.astuple(lengths)) < 0:
+        raise DataCorrupt(f"the columns of the frame cannot have the lengths {lengths}")
     counts = (len(frame_header.policies), len(frame_header.media))
-    if counts != (until.policies, until.media):
-        raise DataCorrupt(f"expected {until.policies} policies and {until.media} media, got {counts}")
+    if counts != (lengths.policies, lengths.media):
+        raise DataCorrupt(f"expected {lengths.policies} policies and {lengths.media} media, got {counts}")
     if not all(media.has_valid_hash for media in frame_header.media):
         raise DataCorrupt("the hash of a media entry is not the SHA-256 of its data")
     if (header.id, header.attempt) != (frame_header.trace, frame_header.attempt):
@@ -216,7 +216,7 @@ def _check_columns(
         owners = _owner_nodes(frame_header, media_refs)
         media, start, stop = media_refs["media"], media_refs["start"], media_refs["stop"]
         previous_stop = np.where(np.diff(owners, prepend=-1) == 0, np.roll(stop, 1), 0)
-        valid = (media >= 0) & (media < frame_header.until.media)
+        valid = (media >= 0) & (media < frame_header.lengths.media)
         valid &= (previous_stop <= start) & (start < stop) & (stop <= np.asarray(num_tokens)[owners])
         if not valid.all():
             raise DataCorrupt("the media references do not fit their table or their nodes")
@@ -230,7 +230,7 @@ def _check_few_rows(
     frame_header: TraceFrameHeader, nodes: StructuredArray, versions: StructuredArray
 ) -> tuple[list[int], list[int]]:
     """Do what `_check_many_rows` does, row by row: for a few rows, one numpy call costs more than all of this."""
-    until = frame_header.until
+    lengths = frame_header.lengths
     token_stop = logprob_stop = record_stop = 0
     num_tokens: list[int] = []
     num_sampled: list[int] = []
@@ -252,14 +252,14 @@ def _check_few_rows(
         token_stop, logprob_stop, record_stop = stop, next_logprob_stop, next_record_stop
         num_tokens.append(size)
         num_sampled.append(sampled_size)
-    if (token_stop, logprob_stop, record_stop) != (until.tokens, until.logprobs, until.records):
-        raise DataCorrupt(f"the parts of the last node do not end at {until}")
+    if (token_stop, logprob_stop, record_stop) != (lengths.tokens, lengths.logprobs, lengths.records):
+        raise DataCorrupt(f"the parts of the last node do not end at {lengths}")
     counts: dict[int, int] = {}  # of sampled tokens with a version, by node
     previous_owner = 0
     for owner, policy, _, _, count in versions.tolist():
-        if not previous_owner <= owner < until.nodes:
+        if not previous_owner <= owner < lengths.nodes:
             raise DataCorrupt("the rows of a table are not in the order of the nodes")
-        if not 0 <= policy < until.policies or count < 0:
+        if not 0 <= policy < lengths.policies or count < 0:
             raise DataCorrupt("the weight versions do not fit the sampled tokens")
         counts[owner] = counts.get(owner, 0) + count
         previous_owner = owner
@@ -280,7 +280,7 @@ def _check_many_rows(
     if len(versions):
         owners = _owner_nodes(frame_header, versions)
         policies = versions["policy"]
-        valid = (policies >= 0) & (policies < frame_header.until.policies) & (versions["count"] >= 0)
+        valid = (policies >= 0) & (policies < frame_header.lengths.policies) & (versions["count"] >= 0)
         counts = np.bincount(owners, versions["count"], len(nodes))
         if not valid.all() or np.any((counts != num_sampled)[owners]):
             raise DataCorrupt("the weight versions do not fit the sampled tokens")
@@ -292,11 +292,11 @@ def _node_sizes(frame_header: TraceFrameHeader, nodes: StructuredArray) -> npt.N
 
     All conditions of all nodes are one array of numbers that must not be negative. Raises DataCorrupt.
     """
-    until, num_nodes = frame_header.until, len(nodes)
+    lengths, num_nodes = frame_header.lengths, len(nodes)
     table = nodes.view(np.int32).reshape(num_nodes, len(NODE_DTYPE.fields or ())).T.astype(np.int64)
     parent, stops, trainable = table[0], table[1:4], table[8]
     sampled_start, sampled_stop, content_start, content_stop = table[4:8]
-    ends = [until.tokens, until.logprobs, until.records]
+    ends = [lengths.tokens, lengths.logprobs, lengths.records]
     if (stops[:, -1].tolist() if num_nodes else [0, 0, 0]) != ends:
         raise DataCorrupt(f"the parts of the last node do not end at {ends}")
     sizes = np.diff(stops, prepend=0)
@@ -326,7 +326,7 @@ def _node_sizes(frame_header: TraceFrameHeader, nodes: StructuredArray) -> npt.N
 def _owner_nodes(frame_header: TraceFrameHeader, rows: StructuredArray) -> StructuredArray:
     """Return the node of each row of a table."""
     nodes = rows["node"].astype(np.int64)
-    if len(nodes) and (nodes[0] < 0 or nodes[-1] >= frame_header.until.nodes or (nodes[1:] < nodes[:-1]).any()):
+    if len(nodes) and (nodes[0] < 0 or nodes[-1] >= frame_header.lengths.nodes or (nodes[1:] < nodes[:-1]).any()):
         raise DataCorrupt("the rows of a table are not in the order of the nodes")
     return nodes
 
