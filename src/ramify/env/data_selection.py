@@ -62,15 +62,13 @@ def list_data_files(config: DataFilesConfig) -> list[Path]:
     if path.is_dir():
         names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
         return [path / name for name in _select_files(names, path, config)]
-    repo = find_repo(config)
-    snapshot = repo.find_snapshot(config.revision or MAIN_REVISION) if repo is not None else None
-    if repo is None or snapshot is None:
+    if (cached := _find_snapshot(config)) is None:
         revision = f" at revision {config.revision!r}" if config.revision else ""
         raise ConfigInvalid(
             f"dataset: {config.path} is not a file or directory, and is not in the local cache{revision}; "
             f"'ramify data {config.path}' downloads a dataset of the hub"
         )
-    if (files := _find_cached_files(repo, snapshot, config)) is None:
+    if (files := _find_cached_files(*cached, config)) is None:
         raise ConfigInvalid(f"dataset: {config.path} was downloaded in part; 'ramify data {config.path}' completes it")
     return files
 
@@ -78,9 +76,9 @@ def list_data_files(config: DataFilesConfig) -> list[Path]:
 def find_data_directory(config: DataFilesConfig) -> Path:
     """Return the directory to which paths in the rows are relative: of the files, or of the cached dataset."""
     path = Path(config.path).expanduser()
-    repo = find_repo(config)
-    snapshot = repo.find_snapshot(config.revision or MAIN_REVISION) if repo is not None else None
-    return snapshot or (path if path.is_dir() else path.parent)
+    if (cached := _find_snapshot(config)) is not None:
+        return cached[1]
+    return path if path.is_dir() else path.parent
 
 
 def fetch_dataset(config: DataFilesConfig, log: Log) -> str | None:
@@ -119,11 +117,8 @@ def fetch_dataset(config: DataFilesConfig, log: Log) -> str | None:
 
 def find_cached_commit(config: DataFilesConfig) -> str | None:
     """Return the commit of a dataset of the hub if all selected files are in the local cache, else None."""
-    repo = find_repo(config)
-    snapshot = repo.find_snapshot(config.revision or MAIN_REVISION) if repo is not None else None
-    if repo is None or snapshot is None or _find_cached_files(repo, snapshot, config) is None:
-        return None
-    return snapshot.name
+    cached = _find_snapshot(config)
+    return cached[1].name if cached is not None and _find_cached_files(*cached, config) is not None else None
 
 
 def pin_dataset(
@@ -212,6 +207,13 @@ def pin_taskset(
     before = find_dataset(previous) if previous else None
     commit = pin_dataset(config, before, key=key, log=log, accept_changes=accept_changes)
     return table if commit is None else {**table, "revision": commit}
+
+
+def _find_snapshot(config: DataFilesConfig) -> tuple[HubRepo, Path] | None:
+    """Return the dataset on the hub and its cached commit; None for a path, or if nothing of the commit is cached."""
+    repo = find_repo(config)
+    snapshot = repo.find_snapshot(config.revision or MAIN_REVISION) if repo is not None else None
+    return None if repo is None or snapshot is None else (repo, snapshot)
 
 
 def _find_cached_files(repo: HubRepo, snapshot: Path, config: DataFilesConfig) -> list[Path] | None:

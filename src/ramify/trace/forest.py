@@ -124,8 +124,8 @@ class Forest:
 
     Targets are sorted by call, then by depth. The tables `traces`, `envs` and `versions` may hold more than this
     forest uses. `flat_tokens` is the number of tokens of the same paths without prefix sharing, `unique_tokens` the
-    number of tokens of the trees that `build_forest` returned. After a split only the first piece carries them, so
-    their sums over packs do not depend on what packs repeat.
+    number of tokens of the trees that `build_forest` returned. After a split only the first piece carries both numbers,
+    so their sums over packs stay the same.
     """
 
     token_ids: Int32Array

@@ -309,7 +309,8 @@ class InferenceClient(ServerPool[Replica]):
             replicas = self.up_servers
             if not replicas:
                 raise ProviderError(f"update to {update.version}: no inference server is up: {self.describe_down()}")
-            outcomes = dict(zip(replicas, await asyncio.gather(*(self._update(one, update) for one in replicas))))
+            results = await asyncio.gather(*(self._update(replica, update) for replica in replicas))
+            outcomes = dict(zip(replicas, results))
         seconds = {replica.url: result for replica, result in outcomes.items() if not isinstance(result, RamifyError)}
         errors = {replica: error for replica, error in outcomes.items() if isinstance(error, RamifyError)}
         for replica, error in errors.items():
