@@ -58,7 +58,7 @@ class Plan:
     """The configuration of a case with its sizes, the smallest if it is refused."""
 
     config: RunConfig
-    gpu_gib: float  # that they take of the GPU; all of it if the case is refused
+    gpu_gib: float  # GPU memory that the sizes take; all of it if the case is refused
     refusal: str = ""
 
 

@@ -351,7 +351,7 @@ def _step_rows(observation: RunObservation, target: float | None = None) -> list
 
 
 def build_timeline_rows(metrics_by_step: Mapping[int, Mapping[str, float]]) -> list[Row]:
-    """Return how the engine spends a step, and the share of gaps, in the later half of the steps that tell."""
+    """Return the parts of a step and the share of gaps, in the later half of the steps that report all parts."""
     names = ["time/step", *(f"time/engine/{activity}" for activity in ENGINE_ACTIVITIES)]
     steps = [metrics for _, metrics in sorted(metrics_by_step.items()) if all(name in metrics for name in names)]
     if not steps:

@@ -241,7 +241,7 @@ def print_step(title: str, trainer: Trainer, packs: list[Forest], alone: StepMet
 
 
 def utilisation(trainer: Trainer, maker: TraceMaker, targets: Sequence[float | None]) -> tuple[list[Row], int]:
-    """Measure as many cases as there are targets."""
+    """Measure the first `len(targets)` cases."""
     cases = [
         ("16k tokens, all trained", 16, PATH_TOKENS, PATH_TOKENS - 1, 10),
         ("16k tokens, an eighth trained", 16, PATH_TOKENS, PATH_TOKENS // 8, 10),

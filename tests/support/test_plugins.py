@@ -1,7 +1,7 @@
 """Tiers, repeated tests, crashed workers and the time limit, each tried in a small project of its own.
 
-Nearly all of the cost is the start of pytest and its workers, half a second of CPU each: one worker where two would
-show the same, and all but three tests are `full`.
+Nearly all of the cost is the start of pytest and its workers, half a second of CPU each: tests use one worker where two
+would prove nothing more, and all but three tests are `full`.
 """
 
 import os
