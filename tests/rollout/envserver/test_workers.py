@@ -19,7 +19,7 @@ from ramify.rollout.envserver.log import EnvServerLog
 from ramify.rollout.envserver.messages import WorkerSpec
 from ramify.rollout.envserver.worker_process import WorkerProcess
 from tests.support.processes import async_wait_until as wait_until
-from tests.support.processes import async_wait_until_ended
+from tests.support.processes import async_wait_until_ended, is_running
 from tests.support.proxy import Proxy
 from tests.support.tricky_env_server import QUICK, make_config, task
 
@@ -226,12 +226,17 @@ async def test_a_server_that_is_closed_while_a_worker_boots_has_no_worker(engine
     config = make_config(engine.url, tmp_path, pool={"type": "static", "workers": 1})
     server = EnvServer(config, prefork_client=fork_client)
     starting = asyncio.create_task(server.start())
+
+    def find_worker_pid() -> int:
+        workers = server.pool.workers.values() if hasattr(server, "pool") else ()
+        return sum(worker._child.pid for worker in workers if worker._child is not None)
+
     async with asyncio.timeout(DEADLINE):
-        while not (hasattr(server, "pool") and server.pool.workers):
+        while not (pid := find_worker_pid()):
             await asyncio.sleep(0)
         starting.cancel()
         await asyncio.wait([starting])
-    assert starting.cancelled() and not server.pool.workers
+    assert starting.cancelled() and not server.pool.workers and not is_running(pid)
 
 
 async def test_worker_boots_from_a_process_with_many_open_files(engine, tmp_path):

@@ -103,7 +103,7 @@ class WorkerPool:
         await asyncio.gather(*(worker.stop() for worker in list(self.workers.values())))
         if self._tasks:
             await asyncio.wait(self._tasks)
-        self.workers.clear()  # a boot that was cancelled leaves its worker
+        self.workers.clear()  # a cancelled boot does not remove its worker from the dict; its process was stopped above
         self._fork_server.close()
         shutil.rmtree(self._temp_root, ignore_errors=True)
 
