@@ -5,14 +5,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from ramify.core.errors import GpuMemoryFull
 from ramify.model.lora import add_adapters
 from ramify.train import Trainer, TrainerConfig
+from ramify.train.distributed import apply_fsdp
 from ramify.train.trial import run_trial
-from tests.support.training import SIZES, build_policy
+from tests.support.training import SINGLE_RANK, SIZES, build_policy, random_batches
 
 SMALL = LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
 SHORTAGE = "CUDA error: out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated memory is large try this"
@@ -138,13 +141,48 @@ def test_moments_and_summed_gradients_are_in_memory(optimizer_type):
     assert {value.dtype for item in gradients for value in item.values()} == {torch.float32}
 
 
-def test_an_update_without_room_fails_by_name():
-    trainer = build_trainer({}, torch.float32)
+def fail(*_):
+    raise torch.OutOfMemoryError(SHORTAGE)
 
-    def fail(*_):
-        raise torch.OutOfMemoryError(SHORTAGE)
 
-    trainer.optimizer.optimizers[0].register_step_pre_hook(fail)
-    with pytest.raises(GpuMemoryFull, match=r"no room for the optimizer's update.*2\.00 GiB\.; use LoRA"):
+@pytest.mark.parametrize(
+    ("optim", "dtype"),
+    [({}, torch.float32), ({"type": "muon"}, torch.float32), ({"type": "muon"}, torch.bfloat16)],
+    ids=["adamw", "muon", "split-muon"],
+)
+def test_a_trial_without_room_for_the_update_fails_by_name_and_changes_no_bit(optim, dtype):
+    trainer = build_trainer(optim, dtype)
+    update(trainer, 0)
+    before = get_bits(trainer)
+    for optimizer in (trainer.optimizer.optimizers[-1], trainer.optimizer.optimizers[0]):  # Muon is the first
+        optimizer.register_step_post_hook(fail)
+        with pytest.raises(GpuMemoryFull, match=r"no room for gradients, moments and the op.*2\.00 GiB\.; use LoRA"):
+            run_trial(trainer)
+        after = get_bits(trainer)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(value, before[name]) for name, value in after.items())
+        assert not trainer.master_weights.gradients()
+
+
+def test_a_trial_of_a_sharded_trainer_changes_no_bit(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        policy = build_policy(SMALL)
+        apply_fsdp(policy, SINGLE_RANK, torch.bfloat16)
+        config = TrainerConfig.model_validate({"pack_tokens": 128, "optim": {"type": "muon", "weight_decay": 0.1}})
+        trainer, num_updates, gradients = Trainer(policy, config), Counter[int](), []
+        masters = trainer.master_weights
+        assert all(isinstance(parameter, DTensor) for parameter in masters.parameters())
+        for number, optimizer in enumerate(trainer.optimizer.optimizers):
+            optimizer.register_step_post_hook(lambda *_, number=number: num_updates.update([number]))
+            optimizer.register_step_pre_hook(lambda *_: gradients.append(masters.gradients()))
+        trainer.step(random_batches(1)[0])
+        before = {name: parameter.full_tensor().clone() for name, parameter in masters.named_parameters()}
         run_trial(trainer)
-    assert not trainer.optimizer.optimizers[0].state
+        assert num_updates == {0: 3, 1: 3}
+        assert all(len(item) == len(before) for item in gradients)
+        for name, parameter in masters.named_parameters():
+            assert torch.equal(parameter.full_tensor().view(torch.int32), before[name].view(torch.int32)), name
+        assert not masters.gradients()
+    finally:
+        dist.destroy_process_group()

@@ -119,22 +119,24 @@ class MasterWeights:
         split = {parameter: parameter.data for parameter in parameters if parameter in self._remainders}
         unsplit = [] if keep else [_get_local(parameter) for parameter in parameters if parameter not in split]
         copies = [values.to("cpu", copy=True) for values in unsplit]
-        changed: dict[nn.Parameter, Tensor] = {}
         try:
             for parameter in split:
                 parameter.data = join_float32(parameter.data, self._remainders[parameter])
                 gradient = self._gradients.get(parameter)
                 parameter.grad = None if gradient is None else gradient.float()
             yield
-            changed = {parameter: parameter.data for parameter in split} if keep else {}
+            joined = {parameter: parameter.data for parameter in split}
         finally:
             for parameter, upper in split.items():  # their memory stays the same: engines copy from it
                 parameter.grad = None
                 parameter.data = upper
             for values, copy in zip(unsplit, copies, strict=True):
                 values.copy_(copy)
-        for parameter, values in changed.items():
-            self.set_float32(parameter, (), values)
+        for parameter, values in joined.items():
+            upper, remainder = split_float32(values)  # also if nothing is kept: a trial allocates what an update does
+            if keep:
+                split[parameter].copy_(upper)
+                self._remainders[parameter].copy_(remainder)
 
     def zero_grad(self, *, num_packs: int = 1) -> None:
         """Drop all gradients. `num_packs` is the number of backward passes whose gradients will be summed."""

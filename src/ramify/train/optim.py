@@ -89,7 +89,10 @@ class OptimizersContainer:
                 self._step(optimizer, grad_norm, found_inf)
 
     def try_update(self, grad_norm: Tensor) -> None:
-        """Run an update that changes no weight, with the allocations and kernels of a real one. For `fresh_state`."""
+        """Run an update that changes no weight, with the allocations and kernels of a real one.
+
+        Call it inside `fresh_state`, which restores the moments.
+        """
         for optimizer in self.optimizers:
             self._step(optimizer, grad_norm, torch.ones_like(grad_norm), keep=isinstance(optimizer, torch.optim.AdamW))
 

@@ -172,7 +172,10 @@ class Trainer:
         return grad_norm, learning_rate
 
     def try_optimizer_step(self) -> None:
-        """Do what `optimizer_step` does without changing a weight. For `OptimizersContainer.fresh_state`."""
+        """Do what `optimizer_step` does without changing a weight.
+
+        Call it inside `OptimizersContainer.fresh_state`, which restores the moments.
+        """
         self.optimizer.try_update(self._clip_gradients())
         self.master_weights.zero_grad()
 

@@ -27,16 +27,20 @@ def run_trial(trainer: Trainer) -> None:
     The moments are allocated first, because they are in memory in every step but the first. Afterwards weights,
     optimizer and random state are as before. Images are left out.
 
-    Raises what `Trainer.forward_backward` raises, and GpuMemoryFull if there is no room for the update.
+    Raises what `Trainer.forward_backward` raises, and GpuMemoryFull if there is no room for the update. Then, too,
+    weights and moments are as before, and no gradients are kept.
     """
     device, pack = trainer.device, _build_pack(trainer.activations.limits.pack_tokens, trainer.policy.vocab_size)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), trainer.optimizer.fresh_state():
-        with _name_shortage():
-            trainer.master_weights.allocate_gradients()
-            trainer.try_optimizer_step()
-        trainer.forward_backward(Batch.from_packs(0, [pack, pack]))
-        with _name_shortage():
-            trainer.try_optimizer_step()
+        try:
+            with _report_out_of_memory():
+                trainer.master_weights.allocate_gradients()
+                trainer.try_optimizer_step()
+            trainer.forward_backward(Batch.from_packs(0, [pack, pack]))
+            with _report_out_of_memory():
+                trainer.try_optimizer_step()
+        finally:
+            trainer.master_weights.zero_grad()
     trainer.free_memory()
 
 
@@ -47,12 +51,12 @@ def _build_pack(pack_tokens: int, vocab_size: int) -> Forest:
 
 
 @contextmanager
-def _name_shortage() -> Iterator[None]:
+def _report_out_of_memory() -> Iterator[None]:
     """Raise GpuMemoryFull if the block runs out of memory."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        problem = f"there is no room for the optimizer's update: {describe_shortage(error)}"
+        problem = f"there is no room for gradients, moments and the optimizer's update: {describe_shortage(error)}"
         raise GpuMemoryFull(f"{problem}; {MEMORY_ADVICE}") from error
