@@ -44,7 +44,7 @@ from ramify.train.weights_directory import WEIGHTS_DIR
 def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
     """Download or export models. Raise ConfigInvalid with all problems, also in plugin tables.
 
-    Raises ModelUnsupported if the model's weights are not here and its config says that it cannot be trained.
+    Raises ModelUnsupported if the weights are not on this machine and the config shows that it cannot be trained.
     """
     if problems := find_run_problems(config, dry_run=dry_run):
         raise_with_plugin_problems(config, problems)
@@ -53,10 +53,11 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
 def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[ConfigProblem]:
     """Download or export models that are not here, and return the problems of models, ranks and packages.
 
-    A dry run needs no model. Raises ModelUnsupported if weights are missing that would be refused.
+    A dry run needs no model. Otherwise raises ModelUnsupported if the weights are not on this machine and the config
+    shows that the model cannot be trained.
     """
     if not dry_run:
-        _check_model_without_weights(config)
+        _check_support_before_download(config)
     problems = [*_find_rank_problems(config), *_find_sink_problems(config), *_find_adapter_problems(config)]
     problems += _find_weight_problems(config)
     if not dry_run:
@@ -69,18 +70,18 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[Confi
     return [*problems, *_find_top_k_problems(config)]
 
 
-def _check_model_without_weights(config: RunConfig) -> None:
-    """Raise ModelUnsupported if the config of a model whose weights are not here says that it cannot be trained.
+def _check_support_before_download(config: RunConfig) -> None:
+    """Raise ModelUnsupported if the weights are not on this machine and the config shows that it cannot be trained.
 
     A model with weights is checked by the processes that load it, because the check takes seconds of imports.
     """
     name = config.model.name
     try:
-        is_here = has_weights(resolve_model_path(name))
+        if has_weights(resolve_model_path(name)):
+            return
     except ModelNotFound:
-        is_here = not is_hub_id(name)  # a name that is neither here nor on the hub is another problem
-    if is_here:
-        return
+        if not is_hub_id(name):  # a name that is neither here nor on the hub is another problem
+            return
     with contextlib.suppress(ModelNotFound):
         directory = fetch_config(name)
         from ramify.model.support import check_supported  # transformers, and with it torch

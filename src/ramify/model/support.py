@@ -126,7 +126,7 @@ def read_directory_support(path: Path) -> ModelSupport:
 
 
 def check_supported(path: Path, *, is_sampled: bool = False) -> None:
-    """Raise ModelUnsupported if the trainer, or the engine if it `is_sampled`, refuses a model by its config."""
+    """Raise ModelUnsupported if the trainer or, if `is_sampled`, the engine refuses a model by its config."""
     config = load_config(path)
     choose_pack_layout(config)
     if is_sampled:

@@ -77,9 +77,9 @@ def publish_weights(
 ) -> Path:
     """Write `tensors` as the directory of a version, by rename. Raises WeightsRefused if it exists.
 
-    If `base_model` is given, its config and tokenizer are copied, so that the directory is a complete model; the config
-    of a vision-language model of which only the text part is loaded becomes that part's config. If
-    `adapters` is given, the tensors are only adapters; `load_hf_model` merges them into their base model.
+    If `base_model` is given, its config and tokenizer are copied, so that the directory is a complete model. If
+    only the text part of a vision-language model is loaded, its text config is written instead. If `adapters` is given,
+    the tensors are only adapters; `load_hf_model` merges them into their base model.
     """
     with watch_storage(directory):
         is_published = directory.exists()
@@ -101,7 +101,7 @@ def publish_weights(
         for name in MODEL_FILES:
             if base_model is not None and (base_model / name).is_file():
                 shutil.copyfile(base_model / name, partial_path / name)
-        _write_config_of_text_part(partial_path / CONFIG_FILE)
+        _replace_with_text_config(partial_path / CONFIG_FILE)
         _write_dtype_to_config(partial_path / CONFIG_FILE, tensors)
         Manifest(version, files, adapters).write(partial_path)
     return directory
@@ -125,8 +125,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     fsync_path(path)
 
 
-def _write_config_of_text_part(path: Path) -> None:
-    """Replace the config of a vision-language model of which only the text part is loaded by that part's config."""
+def _replace_with_text_config(path: Path) -> None:
+    """Replace a config by its text config if only the text part of the vision-language model is loaded."""
     config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     if config.get("model_type") not in TEXT_PART_MODEL_TYPES:
         return

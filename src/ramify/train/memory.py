@@ -145,7 +145,7 @@ class ModelSize:
     num_outer_parameters: int = 0  # parameters of embeddings and head, whose moments are always float32
     query_elements: int = 0  # elements of the queries per token and layer
     vocab_size: int = 0
-    adapter_elements: int = 0  # parameters of adapters of rank 1 beside all matrices in the layers
+    adapter_elements: int = 0  # parameters that adapters of rank 1 add to all matrices in the layers
     origin: str = "from its files"
     vision: VisionSize | None = None  # None for a text model, and if the dimensions are guessed
     experts_note: str | None = None  # what to know about a mixture of experts before it is trained
@@ -242,7 +242,8 @@ class ModelSize:
             num_active_experts=GUESSED_EXPERTS if num_active else 0,
             num_outer_parameters=num_outer,
             vocab_size=num_outer // hidden_size,
-            adapter_elements=num_layers * 20 * hidden_size,  # four matrices of 1 x 1 hidden_size, three of 1 x 3
+            # per layer four matrices [h, h] and three [h, 3h]: 4·2h + 3·4h
+            adapter_elements=num_layers * 20 * hidden_size,
             origin=GUESSED_ORIGIN,
         )
 

@@ -255,7 +255,10 @@ class StepMetrics:
 
     @property
     def chain_cost(self) -> float | None:
-        """Tokens over unique tokens: what prefixes cost that packs repeat; None without recurrent layers."""
+        """Computed tokens divided by unique tokens: the cost of prefixes repeated across packs.
+
+        None for models without recurrent layers.
+        """
         return self.sums.tokens / self.sums.unique_tokens if self.sums.unique_tokens else None
 
     def to_dict(self) -> Mapping[str, float]:
