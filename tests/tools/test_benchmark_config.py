@@ -1,13 +1,7 @@
 """The benchmark of a step of RL sets nothing but what every user sets."""
 
-import importlib
-import sys
 import tomllib
-from pathlib import Path
 
-import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 USERS_KEYS = {"max_steps", "model.name", "trainer.optim.lr", "train.taskset.id", "train.sampling.max_tokens"}
 
 
@@ -19,16 +13,13 @@ def _list_keys(value: object, prefix: str = "") -> set[str]:
     return {prefix}
 
 
-def test_speed_is_measured_without_a_setting_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    rl_gpu = importlib.import_module("rl_gpu")
-    config = rl_gpu.SPEED.format(model="m", steps=8, taskset="t", max_tokens=256)
+def test_speed_is_measured_without_a_setting_for_memory(load_benchmark):
+    config = load_benchmark("rl_gpu").SPEED.format(model="m", steps=8, taskset="t", max_tokens=256)
     assert _list_keys(tomllib.loads(config)) == USERS_KEYS
 
 
-def test_a_plan_is_at_least_as_fast_as_the_settings_by_hand_that_fit(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    plans_gpu = importlib.import_module("plans_gpu")
+def test_a_plan_is_at_least_as_fast_as_the_settings_by_hand_that_fit(load_benchmark, capsys):
+    plans_gpu = load_benchmark("plans_gpu")
     cases = [case for case in plans_gpu.draw_cases(20, 0, (24, 48, 80, 140)) if case["number"] in (4, 12, 14)]
     assert plans_gpu.print_plans(cases) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -1,21 +1,16 @@
 """The benchmark of engines times prefill and decode steps in the same way for all engines."""
 
-import importlib
 import itertools
-import sys
 from typing import Any
 
 import pytest
-
-from tests.tools.test_benchmark_config import BENCHMARKS
 
 PREFILL, STEP, WARM_UP = 0.5, 0.25, 100.0  # seconds of an engine
 
 
 @pytest.fixture
-def engines_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    return importlib.import_module("_engines_gpu")
+def engines_gpu(load_benchmark) -> Any:
+    return load_benchmark("_engines_gpu")
 
 
 class FakeEngine:

@@ -1,7 +1,5 @@
 """The benchmark of plans also tries refused cases by hand, and a case has the same engine as a run."""
 
-import importlib
-import sys
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -10,21 +8,19 @@ import pytest
 
 from ramify.core.errors import GpuMemoryFull
 from ramify.model.lora import LoraLinear
-from tests.tools.test_benchmark_config import BENCHMARKS
 
 CASE = {"number": 7, "model": "0.5b", "lora": False, "seq_len": 4096, "group": 4, "memory": 6}
 HUGE_PACK = 16_384
 
 
 @pytest.fixture
-def plans_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    return importlib.import_module("plans_gpu")
+def plans_gpu(load_benchmark) -> Any:
+    return load_benchmark("plans_gpu")
 
 
 @pytest.mark.parametrize(("hand", "outcome"), [([], "refused"), ([7], "not finished")])
-def test_a_refused_case_runs_only_by_hand(plans_gpu, tmp_path, capsys, hand, outcome):
-    importlib.import_module("_random_qwen").write_shapes(tmp_path / "0.5b", "0.5b")
+def test_a_refused_case_runs_only_by_hand(plans_gpu, load_benchmark, tmp_path, capsys, hand, outcome):
+    load_benchmark("_random_qwen").write_shapes(tmp_path / "0.5b", "0.5b")
     args = Namespace(hand=hand, limit=0.0, output=tmp_path, case_timeout=1.0)
     assert [result["outcome"] for result in plans_gpu.run_all([CASE], tmp_path, args)] == [outcome]
 

@@ -1,20 +1,15 @@
 """The parts of a step in the benchmark of RL add up, and gaps are what neither sampling nor training covers."""
 
-import importlib
-import sys
 from typing import Any
 
 import pytest
-
-from tests.tools.test_benchmark_config import BENCHMARKS
 
 ACTIVITIES = ("sampling", "training", "swap", "idle")
 
 
 @pytest.fixture
-def rl_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    return importlib.import_module("rl_gpu")
+def rl_gpu(load_benchmark) -> Any:
+    return load_benchmark("rl_gpu")
 
 
 def _make_step(seconds: float, *parts: float) -> dict[str, float]:
