@@ -114,8 +114,8 @@ def competitor(
     except subprocess.TimeoutExpired:
         _without_competitor(f"{script} did not finish in {COMPETITOR_TIMEOUT_S} s")
     except subprocess.CalledProcessError as failure:
-        said = failure.stderr.strip().splitlines() or ["nothing on stderr"]
-        _without_competitor(f"{script} failed in the interpreter given with {flag}: {said[-1]}")
+        last_line = _last_line(failure.stderr)
+        _without_competitor(f"{script} failed in the interpreter given with {flag}: {last_line}")
     except (IndexError, ValueError):
         _without_competitor(f"{script} printed no JSON object in the interpreter given with {flag}")
 
@@ -127,14 +127,19 @@ def measure_trl(python: str, kind: str, model: Path, micro_batches: Sequence[int
     for size in micro_batches:
         command = [python, script, kind, str(model), str(size)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPETITOR_TIMEOUT_S)
-        is_failed = result.returncode != 0  # it does not fit into memory
-        if not is_failed:
+        if result.returncode != 0:  # a large micro-batch may not fit into memory
+            outcome = f"failed: {_last_line(result.stderr)}"
+        else:
             times.append(json.loads(result.stdout.splitlines()[-1])["step_s"])
-        outcome = "failed" if is_failed else f"{times[-1]:.4g} s a step"
+            outcome = f"{times[-1]:.4g} s a step"
         print(f"TRL's {kind} with a micro-batch of {size}: {outcome}", flush=True)
     if not times:
         raise SystemExit(f"TRL's {kind} failed with every micro-batch size of {list(micro_batches)}")
     return min(times)
+
+
+def _last_line(stderr: str) -> str:
+    return (stderr.strip().splitlines() or ["nothing on stderr"])[-1]
 
 
 def _without_competitor(why: str) -> NoReturn:
