@@ -1,5 +1,6 @@
 """The benchmark of plans also tries refused cases by hand, and a case has the same engine as a run."""
 
+import sys
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,14 @@ def test_settings_fit_if_the_trainer_takes_them_as_they_are(plans_gpu):
         "packs of 4096 tokens, 0 recomputed layers",
         "packs of 4096 tokens, 2 recomputed layers",
     ]
+
+
+@pytest.mark.parametrize(("flag", "number"), [("--only", 25), ("--only", -1), ("--hand", 20)])
+def test_only_the_numbers_of_configurations_are_accepted(plans_gpu, monkeypatch, capsys, flag, number):
+    monkeypatch.setattr(sys, "argv", ["plans_gpu.py", "--plan-only", f"{flag}={number}"])
+    with pytest.raises(SystemExit, match="2"):
+        plans_gpu.main()
+    assert f"there is no configuration {number}; --only and --hand take 0 to 19" in capsys.readouterr().err
 
 
 def test_settings_by_hand_do_not_repeat(plans_gpu):
