@@ -20,6 +20,7 @@ from ramify.train.memory import ModelSize
 from tests.support.models import (
     FUSED,
     LINEAR,
+    MAMBA2,
     build_core,
     reference,
     run,
@@ -69,7 +70,6 @@ def test_unsupported_attention_is_rejected(model_type, message, tmp_path):
         build_core(write_random_model(model_type, tmp_path))
 
 
-MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 16}
 OWN_CODE: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "opt": {},

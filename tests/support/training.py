@@ -76,7 +76,13 @@ DELTA_NET = {
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
-MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 32}
+MAMBA2_SIZES = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 32,
+}
 HYBRIDS = {  # as published, but narrower and with fewer layers
     "qwen3_5": Qwen3_5TextConfig(
         **DELTA_NET,
@@ -101,7 +107,7 @@ HYBRIDS = {  # as published, but narrower and with fewer layers
     "olmo_hybrid": OlmoHybridConfig(**{**DELTA_NET, "linear_num_value_heads": 2, "linear_value_head_dim": 32}),
     "granitemoehybrid": GraniteMoeHybridConfig(
         **SIZES,
-        **MAMBA2,
+        **MAMBA2_SIZES,
         layer_types=["mamba", "attention"],
         num_local_experts=0,
         num_experts_per_tok=0,
@@ -115,7 +121,7 @@ HYBRIDS = {  # as published, but narrower and with fewer layers
 }
 FALCON_H1 = {
     **SIZES,
-    **MAMBA2,
+    **MAMBA2_SIZES,
     "mamba_d_ssm": 96,
     "ssm_in_multiplier": 0.5,
     "ssm_out_multiplier": 2.0,
@@ -123,7 +129,7 @@ FALCON_H1 = {
     "lm_head_multiplier": 0.5,
 }
 MAMBA2_HYBRIDS = {  # with the Mamba-2 layers of granitemoehybrid
-    "bamba": BambaConfig(**SIZES, **MAMBA2, attn_layer_indices=[1]),
+    "bamba": BambaConfig(**SIZES, **MAMBA2_SIZES, attn_layer_indices=[1]),
     "nemotron_h": NemotronHConfig(
         **{**SIZES, "num_hidden_layers": 3},
         layers_block_type=["mamba", "attention", "mlp"],

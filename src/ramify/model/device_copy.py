@@ -43,8 +43,8 @@ _TORCH_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int
 def copy_to_device(arrays: Iterable[np.ndarray], device: torch.device) -> list[Tensor]:
     """Return the arrays as tensors on `device`; on a CPU they may share the arrays' memory.
 
-    One transfer brings all to a GPU. There each has memory of its own, because compiled code would be specialized to
-    their places in common memory.
+    One transfer brings all to a GPU. There each is copied to memory of its own, because torch.compile would specialize
+    code on their offsets in a shared buffer.
     """
     if device.type != "cuda":  # some are read-only views of bytes
         return [torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in arrays]

@@ -16,8 +16,18 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 TOKENWISE_LAYERS = {"sparse", "dense", "moe", "mlp"}  # layers that compute each token by itself
 SEQUENTIAL_LAYERS = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
 # Models whose recurrent layers `ramify.model.recurrent_layers` computes over forests.
-FOREST_RECURRENT_MODELS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "lfm2_moe"}
-FOREST_RECURRENT_MODELS |= {"granitemoehybrid", "bamba", "nemotron_h", "falcon_h1"}
+FOREST_RECURRENT_MODELS = {
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "granitemoehybrid",
+    "bamba",
+    "nemotron_h",
+    "falcon_h1",
+    "lfm2",
+    "lfm2_moe",
+}
 # Models whose configs do not show what is missing, and the reason.
 NO_ARGUMENTS = "attention that does not receive the arguments of its model's forward"
 UNSUPPORTED_BY_TRAINER = {

@@ -32,7 +32,7 @@ def compute_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logprob of the target token and the entropy of each row of `hidden` [rows, width], in float32.
 
-    The third result are the logprobs of the tokens `top_ids` [rows, k]. The entropy has no gradient.
+    Also return, third, the logprobs of `top_ids` [rows, k]. The entropy has no gradient.
     """
     result: Any = _ChunkedLogprobs.apply(hidden, weight, bias, target_ids, 1.0 / temperature, top_ids, transform)
     return result
