@@ -42,6 +42,14 @@ def test_other_tensors_are_rejected(tmp_path, tensors, message):
         verify_weights(write_version(tmp_path / "new", tensors), model)
 
 
+@pytest.mark.parametrize(("model_type", "is_text_part"), [("qwen3_5", True), ("llama", False)])
+def test_tensors_that_are_never_loaded_are_left_out(tmp_path, model_type, is_text_part):
+    names = ("mtp.fc", "model.layers.0.mtp.fc", "model.visual.patch_embed")
+    model = write_version(tmp_path / "model", dict.fromkeys(names, np.zeros(1, np.float32)))
+    (model / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert set(read_tensor_shapes(model)) == {*names[1 : 2 if is_text_part else 3]}
+
+
 def test_tied_copy_may_be_missing(tmp_path):
     model = write_version(tmp_path / "model", {**TENSORS, "lm_head.weight": np.zeros((4, 2), np.float32)}, tied=True)
     verify_weights(write_version(tmp_path / "new", TENSORS, tied=True), model)

@@ -16,6 +16,7 @@ from ramify.core.errors import StorageFailed
 from ramify.infer.weight_loader import WeightLoader
 from ramify.model import Manifest
 from ramify.model.load import load_engine_model
+from ramify.model.render.tokenizer import Tokenizer
 from ramify.model.shared_weights import Announcement
 from ramify.model.weights import apply_weights, get_untied_tensors, stage_weights
 from ramify.model.weights_manifest import verify_weights
@@ -53,9 +54,14 @@ def test_published_weights_are_the_rounded_master_weights_and_match_the_model(mo
 
 def test_the_text_part_of_a_vision_language_model_is_published_as_a_text_model(tmp_path):
     base = write_qwen3_5_with_images(tmp_path / "base")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (base / name).write_text("{}")
+    (base / "tokenizer.json").write_text("{}")
     trainer = make_trainer(base)
     trainer.step(random_batches(1)[0])
     published = make_publisher(base, tmp_path).publish(trainer, 0, 1).path
+    assert not list(published.glob("*processor_config.json"))
+    assert Tokenizer(published).digest == Tokenizer(base).digest
     config = json.loads((published / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("qwen3_5_text", ["Qwen3_5ForCausalLM"])
     assert config["dtype"] == "float32" and not any("vision" in key or key == "text_config" for key in config)

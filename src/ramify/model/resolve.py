@@ -21,6 +21,7 @@ from ramify.core.hub import (
     print_to_stderr,
 )
 from ramify.core.names import suggest
+from ramify.model.pack_layout import TEXT_PART_MODEL_TYPES
 from ramify.model.run_models import can_export, expand_run_model, export_run_model
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 
@@ -105,6 +106,14 @@ def read_vocab_size(model_dir: Path) -> int | None:
 def read_max_positions(model_dir: Path) -> int | None:
     """Return the longest sequence in tokens that a model's config.json allows; None if it cannot be read."""
     return _read_number(model_dir, "max_position_embeddings")
+
+
+def is_loaded_as_text(model_dir: Path) -> bool:
+    """Return whether the model is a vision-language model of which only the text part is loaded."""
+    try:
+        return json.loads((model_dir / "config.json").read_bytes())["model_type"] in TEXT_PART_MODEL_TYPES
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def _read_number(model_dir: Path, key: str) -> int | None:

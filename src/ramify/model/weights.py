@@ -27,7 +27,7 @@ from ramify.core.errors import WeightsMissing, WeightsRefused
 from ramify.core.files import create_directory, fsync_path, write_and_fsync
 from ramify.core.watchdog import watch_storage
 from ramify.model.device_copy import use_own_stream
-from ramify.model.pack_layout import TEXT_PART_MODEL_TYPES
+from ramify.model.resolve import is_loaded_as_text
 from ramify.model.weights_manifest import (
     Manifest,
     PublishedAdapters,
@@ -40,16 +40,8 @@ from ramify.trace.version import PolicyVersion
 SHARD_BYTES = 2 << 30
 ADAPTER_INFIX = ".lora_"  # in the names of an adapter's matrices
 CONFIG_FILE = "config.json"
-MODEL_FILES = (
-    CONFIG_FILE,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
-
+TEXT_FILES = (CONFIG_FILE, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 
 CHECKSUM_WORDS = 1 << 22  # words summed at a time
 CHECKSUM_FACTOR = 0x5851F42D4C957F2D  # odd, so that the order of the parts matters
@@ -77,9 +69,9 @@ def publish_weights(
 ) -> Path:
     """Write `tensors` as the directory of a version, by rename. Raises WeightsRefused if it exists.
 
-    If `base_model` is given, its config and tokenizer are copied, so that the directory is a complete model. If
-    only the text part of a vision-language model is loaded, its text config is written instead. If `adapters` is given,
-    the tensors are only adapters; `load_hf_model` merges them into their base model.
+    If `base_model` is given, its config and tokenizer are copied, so that the directory is a complete model. If only
+    the text part of a vision-language model is loaded, its text config is written instead, and files for images are
+    left out. If `adapters` is given, the tensors are only adapters; `load_hf_model` merges them into their base model.
     """
     with watch_storage(directory):
         is_published = directory.exists()
@@ -98,10 +90,10 @@ def publish_weights(
             weight_map = {key: name for shard, name in zip(shards, files) for key in shard}
             index = {"metadata": {}, "weight_map": weight_map}
             write_and_fsync(partial_path / f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
-        for name in MODEL_FILES:
+        for name in (*TEXT_FILES, *IMAGE_FILES):
             if base_model is not None and (base_model / name).is_file():
                 shutil.copyfile(base_model / name, partial_path / name)
-        _replace_with_text_config(partial_path / CONFIG_FILE)
+        _make_text_model(partial_path)
         _write_dtype_to_config(partial_path / CONFIG_FILE, tensors)
         Manifest(version, files, adapters).write(partial_path)
     return directory
@@ -125,16 +117,19 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     fsync_path(path)
 
 
-def _replace_with_text_config(path: Path) -> None:
-    """Replace a config by its text config if only the text part of the vision-language model is loaded."""
-    config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    if config.get("model_type") not in TEXT_PART_MODEL_TYPES:
+def _make_text_model(directory: Path) -> None:
+    """Leave only what a text model has if only the text part of the vision-language model is loaded."""
+    path = directory / CONFIG_FILE
+    if not is_loaded_as_text(directory):
         return
+    config = json.loads(path.read_text("utf-8"))
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     text_config = config["text_config"]
     text_config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
     path.write_text(json.dumps(text_config, indent=2), "utf-8")
+    for name in IMAGE_FILES:
+        (directory / name).unlink(missing_ok=True)
 
 
 def _write_dtype_to_config(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -100,7 +100,7 @@ def _apply(matrix: tuple[int, ...], value: int) -> int:
 MANIFEST_FILE = "manifest.json"
 # Parts of the names of weights of vision towers.
 TOWER_NAMES = ("visual.", "vision_model.", "vqmodel.", "connector.", "multi_modal_projector.")
-MTP_PREFIX = "mtp."  # of heads that predict several tokens
+MTP_PREFIX = "mtp."  # of the names of heads that predict several tokens
 Shape = list[int]
 
 
@@ -202,9 +202,10 @@ def read_tensor_shapes(directory: Path, files: list[str] | None = None) -> dict[
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
     if files is None:
-        is_text_part = config.get("model_type") in TEXT_PART_MODEL_TYPES
-        unloaded = (MTP_PREFIX, *TOWER_NAMES) if is_text_part else (MTP_PREFIX,)
-        shapes = {name: shape for name, shape in shapes.items() if not any(part in name for part in unloaded)}
+        tower_names = TOWER_NAMES if config.get("model_type") in TEXT_PART_MODEL_TYPES else ()
+        for name in list(shapes):
+            if name.startswith(MTP_PREFIX) or any(part in name for part in tower_names):
+                del shapes[name]
     return shapes
 
 

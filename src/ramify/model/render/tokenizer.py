@@ -7,6 +7,7 @@ token, which convert spans of text to spans of tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ramify.core.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid, ModelUnsupported
+from ramify.model.images import load_image_family
 from ramify.trace.columns import Int32Array
 
 if TYPE_CHECKING:
@@ -80,8 +82,11 @@ class Tokenizer:
     @cached_property
     def digest(self) -> str:
         """A hash of the files that decide which ids a text and an image have."""
-        digest = hashlib.sha256()
-        for file in (self._file, self._file.with_name("preprocessor_config.json")):
+        digest, files = hashlib.sha256(), [self._file]
+        with contextlib.suppress(ModelUnsupported, ConfigInvalid):  # no images are read then
+            if load_image_family(self._file.parent) is not None:
+                files.append(self._file.with_name("preprocessor_config.json"))
+        for file in files:
             digest.update(file.read_bytes() if file.is_file() else b"")
         return digest.hexdigest()
 
