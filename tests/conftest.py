@@ -19,7 +19,7 @@ pytest_plugins = [f"tests.support.{name}" for name in ("tiers", "scheduling", "r
 TIME_DEPENDENT_CHECKS = [HealthCheck.too_slow]
 
 settings.register_profile(
-    "bounded", max_examples=20, deadline=None, derandomize=True, suppress_health_check=TIME_DEPENDENT_CHECKS
+    "bounded", max_examples=12, deadline=None, derandomize=True, suppress_health_check=TIME_DEPENDENT_CHECKS
 )
 settings.register_profile(
     "full", max_examples=500, deadline=None, print_blob=True, suppress_health_check=TIME_DEPENDENT_CHECKS
