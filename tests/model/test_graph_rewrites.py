@@ -27,6 +27,19 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL: dict[str, Any] = {"vocab_size": TOKENS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 QWEN3 = Qwen3Config(**SMALL, **HEADS, head_dim=16)
+REFERENCES = [  # the module of an operator, its schema, and what computes it without a GPU
+    (
+        "ramify.model.kernels.cuda.norm_rotary",
+        "norm_rotate(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps) -> Tensor",
+        reference.norm_rotate,
+    ),
+    (
+        "ramify.model.kernels.cuda.add_norm",
+        "add_norm_products(Tensor x, Tensor residual, Tensor weight, Tensor gate, Tensor up, float eps)"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+        reference.add_norm_products,
+    ),
+]
 ones = partial(torch.ones, device=DEVICE)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")
 
@@ -41,13 +54,11 @@ def operators() -> Any:
         yield
         return
     library = torch.library.Library("ramify", "FRAGMENT")
-    library.define("norm_rotate(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps) -> Tensor")
-    library.impl("norm_rotate", reference.norm_rotate, "CompositeImplicitAutograd")
-    library.define(
-        "add_norm_products(Tensor x, Tensor residual, Tensor weight, Tensor gate, Tensor up, float eps)"
-        " -> (Tensor, Tensor, Tensor, Tensor)"
-    )
-    library.impl("add_norm_products", reference.add_norm_products, "CompositeImplicitAutograd")
+    for module, schema, implementation in REFERENCES:
+        if module not in sys.modules:  # otherwise an earlier test registered the operator for CUDA
+            library.define(schema)
+        for key in ("CPU", "AutogradCPU"):
+            library.impl(schema.partition("(")[0], implementation, key)
     yield
     library._destroy()
 
