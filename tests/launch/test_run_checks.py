@@ -1,5 +1,6 @@
 """Checks of a run before it is planned: models, ranks, packages, and what a resumed run may change."""
 
+import json
 import shutil
 from importlib.util import find_spec
 
@@ -66,6 +67,16 @@ def test_a_dry_run_needs_no_model(tmp_path):
     check_run(config(tmp_path, model={"name": "Qwen/Qwen3-0.6B"}), dry_run=True)
     with pytest.raises(ConfigInvalid, match=r"model.name: model 'Qwen/Qwen3-0.6B' is not in the local cache"):
         check_run(config(tmp_path, model={"name": "Qwen/Qwen3-0.6B"}))
+
+
+def test_vllm_is_refused_for_a_model_of_which_only_the_text_part_is_trained(tmp_path):
+    model = tmp_path / "vision-language"
+    shutil.copytree(resolve_model_path("tiny-vision"), model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"model_type": "qwen3_5"}))
+    run = config(tmp_path, model={"name": str(model)}, inference={"engine": "vllm"})
+    with pytest.raises(ConfigInvalid, match=r"inference.engine: vLLM names the tensors of this model otherwise"):
+        check_run(run, dry_run=True)
 
 
 def test_adapters_of_other_servers_are_merged(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any, cast
 from ramify.core.errors import ConfigInvalid, ConfigProblem, ModelNotFound, RamifyError
 from ramify.core.hub import is_hub_id
 from ramify.core.names import format_count
-from ramify.infer.config import EngineConfig
+from ramify.infer.config import EngineConfig, VLLMConfig
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
 from ramify.launch.run_directory import check_environments
 from ramify.launch.sink_threads import check_sinks_installed
@@ -26,6 +26,7 @@ from ramify.model.resolve import (
     fetch_model,
     has_weights,
     is_fetchable,
+    is_loaded_as_text,
     may_be_path,
     read_max_positions,
     read_vocab_size,
@@ -59,14 +60,15 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[Confi
     if not dry_run:
         _check_support_before_download(config)
     problems = [*_find_rank_problems(config), *_find_sink_problems(config), *_find_adapter_problems(config)]
-    problems += _find_weight_problems(config)
+    problems += [*_find_name_problems(config), *_find_weight_problems(config)]
     if not dry_run:
         problems += [
             ConfigProblem(key, text) for key, name, text in list_missing_models(config) if not is_fetchable(name)
         ]
         if not problems:  # a download or an export may take minutes
             problems += _fetch_models(config)
-            problems += _find_rank_problems(config)  # again: only now the files of a downloaded model are here
+            # again: only now the files of a downloaded model are here
+            problems += [*_find_rank_problems(config), *_find_name_problems(config)]
     return [*problems, *_find_top_k_problems(config)]
 
 
@@ -156,6 +158,19 @@ def _find_adapter_problems(config: RunConfig) -> list[ConfigProblem]:
         return []
     problem = "'unmerged' needs native engines that the run starts; use 'merged'"
     return [ConfigProblem("weights.adapters", problem)]
+
+
+def _find_name_problems(config: RunConfig) -> list[ConfigProblem]:
+    """Return a problem if vLLM would load a vision-language model, whose text part is published by other names."""
+    if not isinstance(config.inference, VLLMConfig):
+        return []
+    with contextlib.suppress(ModelNotFound):
+        if is_loaded_as_text(resolve_model_path(config.model.name)):
+            problem = (
+                "vLLM names the tensors of this model otherwise than its text part, which is trained; use 'native'"
+            )
+            return [ConfigProblem("inference.engine", problem)]
+    return []
 
 
 def _find_top_k_problems(config: RunConfig) -> list[ConfigProblem]:
