@@ -44,6 +44,11 @@ POINTERS = {
 Launch = tuple[Any, dict[str, Any]]  # kernel, arguments and options
 
 
+LENGTHS = [100, 3, 70]  # of a prefix and two branches
+STOP = np.cumsum(LENGTHS)
+SEGMENTS = ForestSegments(*(np.array(values, np.int32) for values in (STOP - LENGTHS, STOP, [-1, 0, 0], [0, 1, 1])))
+
+
 def record_launches(monkeypatch: pytest.MonkeyPatch, operator: Callable[[], object]) -> list[Launch]:
     """Return the kernels that the operator launches, and their arguments."""
     launches: list[Launch] = []
@@ -208,30 +213,38 @@ def train_layer(width: int, dtype: torch.dtype) -> None:
     (out.sum() + products[0].sum() + products[1].sum() + products[2].sum()).backward()
 
 
-def train_recurrent_layer(width: int, dtype: torch.dtype) -> None:
-    """Run the operators of a gated delta net, and gated linear attention, forward and backward."""
-    from ramify.model.forest_recurrence import PathTables, TrackTables, convolve_paths, pass_tracks
+def train_delta_net(width: int, dtype: torch.dtype) -> None:
+    """Run the operators of a gated delta net, forward and backward."""
+    from ramify.model.forest_recurrence import PathTables, convolve_paths
     from ramify.model.kernels.cuda.activate_heads import activate_heads_op
 
-    lengths, parents = [100, 3, 70], [-1, 0, 0]
-    stop = np.cumsum(lengths)
-    segments = ForestSegments(*(np.array(values, np.int32) for values in (stop - lengths, stop, parents, [0, 1, 1])))
-    tokens, key_heads, heads, cpu = int(stop[-1]), 2, 4, torch.device("cpu")
+    out = train_heads(width, width, dtype, num_scalars=2)
+    paths = PathTables.from_ancestors(find_ancestors(SEGMENTS, 3), torch.device("cpu"))
+    weights = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in ((4 * width, 1, 4), (4 * width,))]
+    rows = convolve_paths(torch.zeros(len(out), 4 * width, dtype=dtype, requires_grad=True), *weights, paths)
+    split: Any = activate_heads_op
+    parts = split(rows, 1, width, width, 1e-6)
+    (out.sum() + sum(part.sum() for part in parts)).backward()
+
+
+def train_linear_attention(key_width: int, value_width: int, dtype: torch.dtype) -> None:
+    """Run gated linear attention, forward and backward."""
+    train_heads(key_width, value_width, dtype, num_scalars=1).sum().backward()
+
+
+def train_heads(key_width: int, value_width: int, dtype: torch.dtype, *, num_scalars: int) -> Tensor:
+    """Return the output of recurrent heads, with log decays and, if there are two scalars per row, strengths."""
+    from ramify.model.forest_recurrence import TrackTables, pass_tracks
+
+    tokens, key_heads, heads = int(SEGMENTS.stop[-1]), 2, 4
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
-    tracks = TrackTables.from_chunks(ForestChunks.from_segments(segments, CHUNK_SIZE), cpu)
-    query, key = (zeros(tokens, key_heads, width) for _ in range(2))
-    scalars = (zeros(tokens, heads, dtype=torch.float32) for _ in range(2))
-    out = pass_tracks(query, key, zeros(tokens, heads, width), *scalars, tracks)
-    decay = zeros(tokens, heads, dtype=torch.float32)
-    out = out + pass_tracks(query, key, zeros(tokens, heads, width), decay, None, tracks, scale=1.0)
-    paths = PathTables.from_ancestors(find_ancestors(segments, 3), cpu)
-    rows = convolve_paths(zeros(tokens, 4 * width), zeros(4 * width, 1, 4), zeros(4 * width), paths)
-    split: Any = activate_heads_op
-    parts = split(rows, 1, width, width, 1e-6)
-    (out.sum() + sum(part.sum() for part in parts)).backward()
+    tracks = TrackTables.from_chunks(ForestChunks.from_segments(SEGMENTS, CHUNK_SIZE), torch.device("cpu"))
+    query, key = (zeros(tokens, key_heads, key_width) for _ in range(2))
+    decay, strength = [*(zeros(tokens, heads, dtype=torch.float32) for _ in range(num_scalars)), None][:2]
+    return pass_tracks(query, key, zeros(tokens, heads, value_width), decay, strength, tracks, scale=1.0)
 
 
 def train_head(dtype: torch.dtype) -> None:
@@ -275,7 +288,9 @@ OPERATORS: list[partial[None]] = [
     *(partial(run_gated_layers, 16, heads, 128, dtype) for heads in (16, 32) for dtype in BOTH),
     *(partial(run_short_convolution, *conv, dtype) for conv in ((2048, False), (1000, True)) for dtype in BOTH),
     *(partial(train_layer, width, dtype) for width in (128, 256) for dtype in BOTH),
-    *(partial(train_recurrent_layer, 128, dtype) for dtype in BOTH),
+    *(partial(train_delta_net, 128, dtype) for dtype in BOTH),
+    *(partial(train_linear_attention, 128, 64, dtype) for dtype in BOTH),
+    partial(train_linear_attention, 256, 64, BFLOAT16),
     *(partial(train_head, dtype) for dtype in BOTH),
     *(partial(multiply_rows, mode, rows, BFLOAT16) for mode in ("8bit", "4bit") for rows in (1, 64, 128, 129)),
     *(partial(multiply_rows, mode, 16, FLOAT32) for mode in ("8bit", "4bit")),
