@@ -139,7 +139,7 @@ lint: style  ## style and types
 # Three workers for two cores: many tests wait for a process to start or for a timeout.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores * 3 / 2 : 12)))
 test: lint  ## style, types and the bounded tests
-	$(PYTEST) -n $(WORKERS) --repeat-failed --run-limit 1200 tests
+	$(PYTEST) -n $(WORKERS) --repeat-failed --run-limit 2700 tests
 
 test-full: env lint  ## the same tests with full counts
 	RAMIFY_FULL=1 $(PYTEST) -n 2 --timeout 3600 --run-limit 14400 tests
