@@ -425,7 +425,7 @@ def main() -> int:
         return 0
     numbers = args.only or range(args.cases)
     if unknown := [number for number in (*numbers, *args.hand) if number not in range(args.cases)]:
-        flags.error(f"there is no configuration {unknown[0]}; --only and --hand take 0 to {args.cases - 1}")
+        flags.error(f"configuration {unknown[0]} does not exist; --only and --hand take 0 to {args.cases - 1}")
     drawn = draw_cases(args.cases, args.seed, args.memories)
     cases = [drawn[number] for number in numbers]
     if args.plan_only:

@@ -1,5 +1,6 @@
 """The gated delta rule and gated linear attention over a forest are the recurrences of transformers along each path."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -99,13 +100,7 @@ def test_a_forest_has_the_outputs_and_gradients_of_its_paths(size, dtype, tolera
     batch = ChunkBatch.from_chunks(ForestChunks.from_segments(segments, size))
     out, exact = gated_delta_rule(*inputs, batch), compute_by_paths(segments, exact_inputs)
     assert out.dtype == dtype
-    gradient = torch.randn_like(exact)
-    pairs = [(out, exact)]
-    pairs += zip(
-        torch.autograd.grad(out, inputs, gradient.to(dtype)), torch.autograd.grad(exact, exact_inputs, gradient)
-    )
-    for actual, expected in pairs:
-        assert (actual - expected).norm() <= tolerance * expected.norm()
+    check_outputs_and_gradients(out, inputs, exact, exact_inputs, tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-13)])
@@ -115,12 +110,16 @@ def test_without_strengths_a_forest_has_the_linear_attention_of_its_paths(dtype,
     batch = ChunkBatch.from_chunks(ForestChunks.from_segments(segments, 64))
     out = gated_delta_rule(*inputs, None, batch, scale=1.0)
     exact = compute_by_paths(segments, exact_inputs, has_correction=False)
+    check_outputs_and_gradients(out, inputs, exact, exact_inputs, tolerance)
+
+
+def check_outputs_and_gradients(
+    out: Tensor, inputs: Sequence[Tensor], exact: Tensor, exact_inputs: Sequence[Tensor], tolerance: float
+) -> None:
     gradient = torch.randn_like(exact)
-    pairs = [(out, exact)]
-    pairs += zip(
-        torch.autograd.grad(out, inputs, gradient.to(dtype)), torch.autograd.grad(exact, exact_inputs, gradient)
-    )
-    for actual, expected in pairs:
+    gradients = torch.autograd.grad(out, inputs, gradient.to(out.dtype))
+    exact_gradients = torch.autograd.grad(exact, exact_inputs, gradient)
+    for actual, expected in zip([out, *gradients], [exact, *exact_gradients]):
         assert (actual - expected).norm() <= tolerance * expected.norm()
 
 

@@ -69,7 +69,7 @@ def test_only_the_numbers_of_configurations_are_accepted(plans_gpu, monkeypatch,
     monkeypatch.setattr(sys, "argv", ["plans_gpu.py", "--plan-only", f"{flag}={number}"])
     with pytest.raises(SystemExit, match="2"):
         plans_gpu.main()
-    assert f"there is no configuration {number}; --only and --hand take 0 to 19" in capsys.readouterr().err
+    assert f"configuration {number} does not exist; --only and --hand take 0 to 19" in capsys.readouterr().err
 
 
 def test_settings_by_hand_do_not_repeat(plans_gpu):

@@ -27,8 +27,8 @@ def run_trial(trainer: Trainer) -> None:
     The moments are allocated first, because they are in memory in every step but the first. Afterwards weights,
     optimizer and random state are as before. Images are left out.
 
-    Raises what `Trainer.forward_backward` raises, and GpuMemoryFull if there is no room for the update. Then, too,
-    weights and moments are as before, and no gradients are kept.
+    Raises what `Trainer.forward_backward` raises, and GpuMemoryFull if the update does not fit into memory. After an
+    error, too, weights and moments are as before, and no gradients are kept.
     """
     device, pack = trainer.device, _build_pack(trainer.activations.limits.pack_tokens, trainer.policy.vocab_size)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), trainer.optimizer.fresh_state():
@@ -58,5 +58,5 @@ def _report_out_of_memory() -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        problem = f"there is no room for gradients, moments and the optimizer's update: {describe_shortage(error)}"
+        problem = f"gradients, moments and the optimizer's update do not fit: {describe_shortage(error)}"
         raise GpuMemoryFull(f"{problem}; {MEMORY_ADVICE}") from error
