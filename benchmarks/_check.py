@@ -126,7 +126,11 @@ def measure_trl(python: str, kind: str, model: Path, micro_batches: Sequence[int
     times: list[float] = []
     for size in micro_batches:
         command = [python, script, kind, str(model), str(size)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=COMPETITOR_TIMEOUT_S)
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=COMPETITOR_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            print(f"TRL's {kind} with a micro-batch of {size} did not finish in {COMPETITOR_TIMEOUT_S} s", flush=True)
+            continue
         if result.returncode != 0:  # a large micro-batch may not fit into memory
             outcome = f"failed: {_last_line(result.stderr)}"
         else:

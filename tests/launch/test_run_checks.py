@@ -75,7 +75,9 @@ def test_vllm_is_refused_for_a_model_of_which_only_the_text_part_is_trained(tmp_
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"model_type": "qwen3_5"}))
     run = config(tmp_path, model={"name": str(model)}, inference={"engine": "vllm"})
-    with pytest.raises(ConfigInvalid, match=r"inference.engine: vLLM names the tensors of this model otherwise"):
+    with pytest.raises(
+        ConfigInvalid, match=r"inference.engine: vLLM loads the whole model, but only its text part is published"
+    ):
         check_run(run, dry_run=True)
 
 

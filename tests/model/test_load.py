@@ -14,7 +14,7 @@ from transformers.utils.logging import warning_once
 from ramify.core.errors import ModelUnsupported, RamifyError, WeightsRefused
 from ramify.infer.request import SamplingParams
 from ramify.model.fused_model import FusedModel
-from ramify.model.load import load_config, load_engine_model
+from ramify.model.load import load_config, load_engine_model, load_hf_model
 from ramify.model.resolve import resolve_model_path
 from ramify.train.memory import ModelSize
 from tests.support.models import (
@@ -144,6 +144,15 @@ def test_damaged_model_directory_is_rejected(damage, error, message, tmp_path):
     damage(write_llama(tmp_path))
     with pytest.raises(error, match=message):
         load_engine_model(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": []}'])
+def test_damaged_index_of_stored_values_is_rejected(content, tmp_path):
+    weights = write_llama(tmp_path) / "model.safetensors"
+    weights.with_name("model.safetensors.index.json").write_text(content)
+    weights.unlink()
+    with pytest.raises(WeightsRefused, match="cannot be read"):
+        load_hf_model(tmp_path, load_config(tmp_path), torch.bfloat16, None, keep_precision=True)
 
 
 def test_config_of_an_idefics3_model_is_loaded_without_a_warning(caplog):

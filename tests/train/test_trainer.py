@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MambaConfig, Qwen3NextConfig
+from transformers import AutoConfig, MambaConfig, Qwen3NextConfig
 
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, WeightsRefused
 from ramify.model.pack_layout import PackLayout, describe_pack_layout
@@ -368,6 +368,8 @@ def test_only_layers_that_attend_have_pairs():
     hybrid = Qwen3NextConfig(**small, intermediate_size=32, num_experts=4, moe_intermediate_size=16)
     assert hybrid.layer_types.count("linear_attention") == 3
     assert len(FlopsModel.from_model(build_model(hybrid, "eager")).layer_windows) == 1
+    griffin = AutoConfig.for_model("recurrent_gemma", **small, block_types=["recurrent", "attention"])
+    assert FlopsModel.from_model(build_model(griffin, "eager")).layer_windows == (griffin.sliding_window,) * 2
     recurrent = MambaConfig(**small, state_size=8)
     assert FlopsModel.from_model(build_model(recurrent, "eager")).per_visible_pair == 0.0
     trainer = Trainer(build_policy(recurrent), TrainerConfig(pack_tokens=512))

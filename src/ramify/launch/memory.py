@@ -62,7 +62,7 @@ def estimate_engine(
     # If `target_modules` is set, only these matrices are quantized; all of them are counted with the full dtype.
     quantize = adapters.quantize if gpu and adapters is not None and not adapters.target_modules else None
     weight_bytes = count_weight_bytes(model, element_bytes, quantize) // max(1, num_gpus)
-    weight_bytes += 0 if adapters is None else adapters.rank * _count_adapter_elements(model) * element_bytes
+    weight_bytes += 0 if adapters is None else adapters.rank * _count_unmerged_elements(model) * element_bytes
     token_bytes = model.num_kv_layers * model.kv_elements * element_bytes // max(1, num_gpus)
     max_len, limits = inference.max_model_len or seq_len, get_engine_limits(inference, gpu=gpu)
     outer_elements = 2 * model.query_elements + model.kv_elements + 3 * model.intermediate_size
@@ -88,7 +88,7 @@ def estimate_engine(
     return MemoryUse(weights=weight_bytes, kv_cache=state_bytes + cache_bytes, workspace=workspace)
 
 
-def _count_adapter_elements(model: ModelSize) -> int:
+def _count_unmerged_elements(model: ModelSize) -> int:
     """Return the elements of adapters of rank 1 beside all matrices of the layers, as a native engine holds them.
 
     A product of n matrices has one adapter of n times the rank, with zeros between the adapters of the matrices:

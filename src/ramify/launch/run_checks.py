@@ -60,7 +60,7 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[Confi
     if not dry_run:
         _check_support_before_download(config)
     problems = [*_find_rank_problems(config), *_find_sink_problems(config), *_find_adapter_problems(config)]
-    problems += [*_find_name_problems(config), *_find_weight_problems(config)]
+    problems += [*_find_vllm_problems(config), *_find_weight_problems(config)]
     if not dry_run:
         problems += [
             ConfigProblem(key, text) for key, name, text in list_missing_models(config) if not is_fetchable(name)
@@ -68,7 +68,7 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[Confi
         if not problems:  # a download or an export may take minutes
             problems += _fetch_models(config)
             # again: only now the files of a downloaded model are here
-            problems += [*_find_rank_problems(config), *_find_name_problems(config)]
+            problems += [*_find_rank_problems(config), *_find_vllm_problems(config)]
     return [*problems, *_find_top_k_problems(config)]
 
 
@@ -86,9 +86,9 @@ def _check_support_before_download(config: RunConfig) -> None:
             return
     with contextlib.suppress(ModelNotFound):
         directory = fetch_config(name)
-        from ramify.model.support import check_supported  # transformers, and with it torch
+        from ramify.model.support import check_model_supported  # transformers, and with it torch
 
-        check_supported(directory, is_sampled=isinstance(config.inference, EngineConfig))
+        check_model_supported(directory, by_engine=isinstance(config.inference, EngineConfig))
 
 
 def list_missing_models(config: RunConfig) -> list[tuple[str, str, str]]:
@@ -160,15 +160,13 @@ def _find_adapter_problems(config: RunConfig) -> list[ConfigProblem]:
     return [ConfigProblem("weights.adapters", problem)]
 
 
-def _find_name_problems(config: RunConfig) -> list[ConfigProblem]:
+def _find_vllm_problems(config: RunConfig) -> list[ConfigProblem]:
     """Return a problem if vLLM would load a vision-language model, whose text part is published by other names."""
     if not isinstance(config.inference, VLLMConfig):
         return []
     with contextlib.suppress(ModelNotFound):
         if is_loaded_as_text(resolve_model_path(config.model.name)):
-            problem = (
-                "vLLM names the tensors of this model otherwise than its text part, which is trained; use 'native'"
-            )
+            problem = "vLLM loads the whole model, but only its text part is published, with other names; use 'native'"
             return [ConfigProblem("inference.engine", problem)]
     return []
 

@@ -182,10 +182,8 @@ def measure_kernel_error(
     results: list[list[Tensor]] = []
     for place, wide in ((device, None), (torch.device("cpu"), torch.float64)):
         inputs = [tensor.to(place, wide or dtype).requires_grad_() for tensor in vectors]
-        inputs += [
-            tensor.to(place, wide or torch.float32).requires_grad_()
-            for tensor in (-decay.abs() * rates, strength.sigmoid())[: 1 + has_correction]
-        ]
+        scalars = [-decay.abs() * rates, *([strength.sigmoid()] if has_correction else [])]
+        inputs += [tensor.to(place, wide or torch.float32).requires_grad_() for tensor in scalars]
         optional = inputs[4] if has_correction else None
         with torch.enable_grad():
             if wide is None:

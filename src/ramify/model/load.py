@@ -149,12 +149,13 @@ def load_hf_model(
     logging.disable_progress_bar()
     is_vision_model = config.model_type in VISION_MODEL_TYPES
     auto_class: Any = AutoModelForImageTextToText if is_vision_model else AutoModelForCausalLM
+    checkpoint = _map_checkpoint(path) if keep_precision else None
     try:
         settings = {"attn_implementation": split_attn_implementation(config, attn_implementation), "dtype": dtype}
         if keep_precision:
             with torch.device("meta"):
                 empty = auto_class.from_config(config, **settings)
-            auto_class, config, settings["state_dict"] = type(empty), empty.config, _map_checkpoint(path)
+            auto_class, config, settings["state_dict"] = type(empty), empty.config, checkpoint
         loaded: Any = auto_class.from_pretrained(
             None if keep_precision else path,
             config=config,
@@ -193,16 +194,27 @@ class _StoredTensor:
 
 
 def _map_checkpoint(path: Path) -> dict[str, _StoredTensor]:
-    """Map the tensors of a model directory, by name, from the files that transformers would read. Raises OSError."""
+    """Map the tensors of a model directory, by name, from the files that transformers would read.
+
+    Raises WeightsRefused.
+    """
+    try:
+        return {
+            key: _StoredTensor(value)
+            for file in _list_weight_files(path)
+            for key, value in load_state_dict(path / file).items()
+        }
+    except Exception as error:  # damaged files raise anything
+        raise WeightsRefused(f"the weights in {path} cannot be read: {describe_error(error)}") from error
+
+
+def _list_weight_files(path: Path) -> list[str]:
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{name}.index.json"
         if (path / name).is_file():
-            files = [name]
-        elif index.is_file():
-            files = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        else:
-            continue
-        return {key: _StoredTensor(value) for file in files for key, value in load_state_dict(path / file).items()}
+            return [name]
+        if index.is_file():
+            return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
     raise OSError("there is neither model.safetensors nor an index of several files")
 
 

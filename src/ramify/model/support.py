@@ -125,11 +125,11 @@ def read_directory_support(path: Path) -> ModelSupport:
         return ModelSupport(model_type, REFUSED, REFUSED, "no", "no", tested, (str(error),))
 
 
-def check_supported(path: Path, *, is_sampled: bool = False) -> None:
-    """Raise ModelUnsupported if the trainer or, if `is_sampled`, the engine refuses a model by its config."""
+def check_model_supported(path: Path, *, by_engine: bool = False) -> None:
+    """Raise ModelUnsupported if the trainer or, if `by_engine`, the engine refuses a model by its config."""
     config = load_config(path)
     choose_pack_layout(config)
-    if is_sampled:
+    if by_engine:
         read_shape(config)
 
 

@@ -30,9 +30,9 @@ def compute_logprobs(
     top_ids: Tensor,
     transform: LogitTransform = IDENTITY,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logprob of the target token and the entropy of each row of `hidden` [rows, width], in float32.
+    """Return, for each row of `hidden` [rows, width], the logprob of the target token, the entropy, and other logprobs.
 
-    Also return, third, the logprobs of `top_ids` [rows, k]. The entropy has no gradient.
+    The other logprobs are for `top_ids` [rows, k]. All are in float32; the entropy has no gradient.
     """
     result: Any = _ChunkedLogprobs.apply(hidden, weight, bias, target_ids, 1.0 / temperature, top_ids, transform)
     return result

@@ -48,7 +48,8 @@ class MasterWeights:
     """The trained weights of a module in float32, and their gradients.
 
     The module computes in `dtype`. In bfloat16 the module's parameters become the upper halves of the weights. If
-    `device` is given, the module moves to it weight by weight, so that it never holds the module as it was stored.
+    `device` is given, the module moves to it weight by weight, so that the device never holds a complete copy in the
+    stored dtype.
     """
 
     def __init__(

@@ -300,7 +300,7 @@ def _count_mixer_elements(layer_type: str, hf_config: dict[str, Any]) -> int:
 
     Of a convolution: its three inputs, their product, its result, and the last product. Of a gated delta net: queries,
     keys and values before and after the convolution, and as the rule reads them; the gate, the rule's result before
-    and after the norm; and a row of each inverse of a chunk. Mamba-2 has the same without inverses.
+    and after the norm; and a row of each inverse of a chunk. Of Mamba-2 the same without inverses (not measured).
     """
     if layer_type == "conv":
         return 6 * hf_config.get("hidden_size", 0)

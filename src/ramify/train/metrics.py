@@ -51,7 +51,10 @@ class FlopsModel:
         heads = getattr(config, "num_attention_heads", None) or 0  # 0 if no layer attends
         head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         window = getattr(config, "sliding_window", None) or 0
-        layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+        layer_types = getattr(config, "layer_types", None)
+        if not layer_types:  # all attention layers have the window, if there is one
+            blocks = getattr(config, "layers_block_type", None) or ["attention"] * config.num_hidden_layers
+            layer_types = ["sliding_attention" for block in blocks if block == "attention"]
         weights = WeightCounts.from_model(model)
         return cls(
             per_token=6.0 * weights.active - 2.0 * weights.frozen + 6.0 * count_state_products(model),
@@ -59,7 +62,7 @@ class FlopsModel:
             per_visible_pair=12.0 * heads * head_dim,
             layer_windows=tuple(
                 window if layer_type == "sliding_attention" else 0
-                for layer_type in layer_types or ["sliding_attention"] * config.num_hidden_layers
+                for layer_type in layer_types
                 if layer_type in ATTENTION_LAYER_TYPES or layer_type == "hybrid"  # recurrent layers have no pairs
             ),
         )

@@ -98,7 +98,8 @@ class OptimizersContainer:
 
     def _step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor, found_inf: Tensor, keep: bool = True) -> None:
         """Step one optimizer. AdamW changes nothing if `found_inf` is 1; Muon's changes of weights can be dropped."""
-        setattr(optimizer, "found_inf", found_inf)  # noqa: B010 - torch does not declare it
+        if isinstance(optimizer, torch.optim.AdamW):
+            setattr(optimizer, "found_inf", found_inf)  # noqa: B010 - torch does not declare it
         if self.fused:
             clip_divisor = (grad_norm + 1e-6) / (self.config.max_grad_norm or math.inf)
             setattr(optimizer, "grad_scale", clip_divisor.clamp(min=1.0))  # noqa: B010

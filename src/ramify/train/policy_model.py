@@ -194,8 +194,8 @@ def load_policy(
     layout = choose_pack_layout(config)  # raises before weights are downloaded or read
     path = model if isinstance(model, Path) else fetch_model(model)
     logging.disable_progress_bar()
-    model = load_hf_model(path, config, dtype, get_attention_name(layout), keep_precision=keep_precision)
-    policy = PolicyModel(model, layout, rl_loss)
+    module = load_hf_model(path, config, dtype, get_attention_name(layout), keep_precision=keep_precision)
+    policy = PolicyModel(module, layout, rl_loss)
     with _compute_in_float32(policy):
         _check_agreement(policy)
     policy.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

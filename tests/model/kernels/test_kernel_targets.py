@@ -338,7 +338,9 @@ def name_operator(operator: partial[None]) -> str:
 def test_the_kernels_of_an_operator_compile_within_shared_memory(operator, capability, monkeypatch):
     from ramify.model.kernels.cuda import tree_attention
 
-    for kernel, arguments in record_launches(monkeypatch, operator):
+    launches = record_launches(monkeypatch, operator)
+    assert launches
+    for kernel, arguments in launches:
         if kernel.fn.__module__ == tree_attention.__name__:  # the tile depends on the GPU
             row_bytes = arguments["D"] * arguments["Q"].dtype.itemsize
             arguments["TILE"] = tree_attention.choose_tile(BLOCK_SIZE, row_bytes, SHARED_MEMORY[capability])

@@ -26,7 +26,7 @@ from ramify.core.errors import OperationInvalid, RamifyError, StorageFull
 from ramify.core.interactive import AwaitableResult
 from ramify.core.names import format_count
 from ramify.model.resolve import fetch_config, fetch_model
-from ramify.model.support import check_supported
+from ramify.model.support import check_model_supported
 from ramify.run.store import RunStore, open_run, storage_call
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.run_log import RunLog, read_metrics_by_step
@@ -166,7 +166,7 @@ def run_sft(
     """Run or resume an SFT run. Every rank calls it; the first one writes, evaluates and shows progress."""
     if config.eval and evals is None:
         raise OperationInvalid("eval: this run has evals, which rf.sft and ramify sft run")
-    check_supported(fetch_config(config.model.name))
+    check_model_supported(fetch_config(config.model.name))
     fetch_model(config.model.name)
     plan = build_sft_plan(config)
     with init_distributed(config.trainer) as ranks, contextlib.ExitStack() as stack:
