@@ -16,6 +16,7 @@ A state machine without clock or I/O: events in, decisions out.
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from functools import cache
 
 from ramify.core.errors import OperationInvalid
 
@@ -31,6 +32,7 @@ class AdmissionLimits:
     window: int
 
     @classmethod
+    @cache  # a plan asks thousands of times
     def from_max_staleness(cls, groups_per_batch: int, max_staleness: int) -> "AdmissionLimits":
         """Return the limits with the most slots for which no group gets staler than `max_staleness` steps.
 

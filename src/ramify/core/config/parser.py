@@ -8,7 +8,7 @@ unknown key which one was probably meant.
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import reduce
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,9 +93,14 @@ def parse_section(cls: type[C], table: dict[str, Any], *, key: str) -> C:
 
     `key` is the key of the section, for messages. Raises ConfigInvalid with every problem.
     """
+    return getattr(_build_config(_create_wrapper(cls, key), [], {key: table}), key)
+
+
+@lru_cache(maxsize=256)  # a run resolves each of its plugins several times, and a model takes milliseconds to create
+def _create_wrapper(cls: type[Config], key: str) -> type[Config]:
+    """Return a configuration with the section `cls` at `key`."""
     fields: Any = {key: (cls, ...)}
-    wrapper: type[Config] = create_model("_Wrapper", __base__=Config, **fields)
-    return getattr(_build_config(wrapper, [], {key: table}), key)
+    return create_model("_Wrapper", __base__=Config, **fields)
 
 
 @contextmanager
