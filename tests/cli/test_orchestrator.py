@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
 from ramify.cli.app import main
+from ramify.cli.orchestrator import make_print_atomic
 from ramify.rollout.envserver import EnvServer, EnvServerConfig
 from ramify.trace.version import PolicyVersion
 from tests.support import environments
@@ -101,21 +104,14 @@ def test_env_servers_run_rollouts_and_end_with_the_orchestrator(home, chat, numb
         wait_until_ended(*family)
 
 
-LINES = """
-import threading
-from ramify.cli.orchestrator import make_print_atomic
-make_print_atomic()
-work = lambda word: [print(word * 20, flush=True) for _ in range(2000)]
-threads = [threading.Thread(target=work, args=word) for word in "ab"]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-"""
-
-
-def test_unbuffered_lines_of_two_threads_are_not_mixed(tmp_path):
+def test_unbuffered_lines_of_two_threads_are_not_mixed(tmp_path, monkeypatch):
     """`eval at step 0: eval/held-out/avg 0.000step=0 eval/held-out/avg=0`: once in the log of a run in a container."""
-    with (tmp_path / "log").open("w+") as log:
-        subprocess.run([sys.executable, "-u", "-c", LINES], stdout=log, check=True, timeout=60)
+    unbuffered = (tmp_path / "log").open("wb", buffering=0)  # as stdout is with `python -u`
+    with io.TextIOWrapper(unbuffered, write_through=True) as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        make_print_atomic()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda word: [print(word * 20, flush=True) for _ in range(2000)], "ab"))
     lines = (tmp_path / "log").read_text().splitlines()
     assert (len(lines), set(lines)) == (4000, {"a" * 20, "b" * 20})
 

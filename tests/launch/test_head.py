@@ -19,27 +19,9 @@ from ramify.run.fencing.head_log import DirectoryStore
 from ramify.run.store import RunStore, open_run
 from ramify.run.store.head_replication import HeadReplicator
 from ramify.run.store.ledger import Ledger
+from tests.support.heads import TRAIN, make_config, start
 from tests.support.ledgers import commit_step, issue_and_score, run_all
 from tests.support.plans import plan_here
-
-TRAIN = {"name": "reverse", "taskset": {"id": "reverse-text"}}
-
-
-def make_config(tmp_path, head, **more) -> RunConfig:
-    cluster = {"shared_directory": tmp_path / "shared"}
-    return RunConfig(**{"name": "run", "output": tmp_path / head, "train": [TRAIN], "cluster": cluster, **more})
-
-
-def start(config: RunConfig, **options) -> Ledger:
-    """Do what the start of a run does with its directory, and return its ledger, which the caller must close."""
-    lines = []
-    prepare_head(config, print_line=lines.append, **options)
-    store = open_run(config.path, config.identity)
-    ledger = Ledger.open(store)
-    ledger.replicate = HeadReplicator(store, DirectoryStore(config.shared_path)).replicate
-    run_all(ledger.replicate())
-    ledger.lines = lines
-    return ledger
 
 
 def train_step(config: RunConfig, **options) -> None:

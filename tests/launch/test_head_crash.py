@@ -15,7 +15,7 @@ from ramify.launch.head import read_local_state
 from ramify.run.store import RunStore
 from ramify.run.store.audit import audit, check_storage
 from ramify.run.store.ledger import Ledger
-from tests.launch.test_head import make_config
+from tests.support.heads import make_config
 
 pytestmark = [pytest.mark.process, pytest.mark.promise]
 
@@ -27,7 +27,7 @@ HEAD = """
 import itertools, random, sys, threading
 from pathlib import Path
 from tests.support.traces import make_rollout
-from tests.launch.test_head import make_config, start
+from tests.support.heads import make_config, start
 from ramify.run.store.group_state import DropReason
 from tests.support.ledgers import commit, issue_and_score, record_batch, run_all, train
 ledger = start(make_config(Path(sys.argv[1]), sys.argv[2]))

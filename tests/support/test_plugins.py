@@ -167,7 +167,7 @@ def write_races(project: Project, *names: str, marker: str = "unit") -> None:
 
 def test_a_race_is_repeated_and_named_in_the_last_lines(project):
     write_races(project, "one")
-    status, output = project.pytest("--repeat-failed", "-n", "1")
+    status, output = project.pytest("--repeat-failed", "-n", "0", "tests")
     assert status == 0 and "1 passed, 1 repeated" in output and "AssertionError: lost the race" in output
     assert output.splitlines()[-2:] == [
         "repeated: tests/test_races.py::test_one failed, and passed when it ran alone. Add to tests/UNSTABLE.md:",
