@@ -100,19 +100,20 @@ LAYERS = {
     "llama": (LlamaConfig(**SMALL, **HEADS), 1),
     "biased": (LlamaConfig(**SMALL, **HEADS, mlp_bias=True), 0),
 }
-LAYER_MARKS = {"llama": pytest.mark.full("has the only rewrite of 'width of 24'")}
-
-
-BFLOAT16_MARKS = {name: pytest.mark.full("qwen3 has all rewrites") for name in LAYERS if name != "qwen3"}
+MARKS = {name: pytest.mark.full("qwen3 has all rewrites; the tests below have its conditions") for name in LAYERS}
+del MARKS["qwen3"]
+BFLOAT16_MARKS = MARKS
 if not torch.cuda.is_available():
-    BFLOAT16_MARKS["qwen3"] = pytest.mark.full("without a GPU, the operators are the same functions for every dtype")
+    BFLOAT16_MARKS = dict.fromkeys(
+        LAYERS, pytest.mark.full("without a GPU, the operators are the same functions for every dtype")
+    )
 
 
 @pytest.mark.promise
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance"),
     [
-        *(pytest.param(name, torch.float32, 1e-5, marks=LAYER_MARKS.get(name, ())) for name in LAYERS),
+        *(pytest.param(name, torch.float32, 1e-5, marks=MARKS.get(name, ())) for name in LAYERS),
         *(pytest.param(name, torch.bfloat16, 2e-2, marks=BFLOAT16_MARKS.get(name, ())) for name in LAYERS),
     ],
 )
@@ -132,31 +133,37 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def norm_rotary(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    heads = rms_norm(x, weight).transpose(1, 2)
-    return heads * cos + torch.cat((-heads[..., 8:], heads[..., :8]), dim=-1) * sin
+    heads, half = rms_norm(x, weight).transpose(1, 2), weight.shape[0] // 2
+    return heads * cos + torch.cat((-heads[..., half:], heads[..., :half]), dim=-1) * sin
 
 
-@pytest.mark.parametrize(
-    ("inputs", "count"),
-    [
-        ({}, 1),
-        ({"x": ones(2, TOKENS, 4, 16)}, 0),
-        ({"x": ones(1, TOKENS, 4, 32)[..., :16]}, 0),
-        ({"x": ones(1, TOKENS, 4, 16, dtype=torch.bfloat16)}, 0),
-        ({"cos": ones(1, 4, TOKENS, 16)}, 0),
-        ({"sin": ones(1, 1, 1, 16)}, 0),
-        ({"sin": ones(1, 1, TOKENS, 32)[..., :16]}, 0),
-    ],
-    ids=["one row", "two rows", "strided", "two dtypes", "angles per head", "one angle", "strided angles"],
-)
-def test_norm_rotary_is_replaced_only_for_supported_inputs(inputs: dict[str, Tensor], count: int) -> None:
-    shapes = {"x": (1, TOKENS, 4, 16), "weight": (16,), "cos": (1, 1, TOKENS, 16), "sin": (1, 1, TOKENS, 16)}
-    assert_replaced(norm_rotary, shapes, inputs, count)
+def test_norm_rotary_is_replaced_only_for_supported_inputs() -> None:
+    unsupported = {
+        "two rows": {"x": ones(2, TOKENS, 4, 16)},
+        "strided": {"x": ones(1, TOKENS, 4, 32)[..., :16]},
+        "two dtypes": {"x": ones(1, TOKENS, 4, 16, dtype=torch.bfloat16)},
+        "angles per head": {"cos": ones(1, 4, TOKENS, 16)},
+        "one angle": {"sin": ones(1, 1, 1, 16)},
+        "strided angles": {"sin": ones(1, 1, TOKENS, 32)[..., :16]},
+    }
+
+    def inputs(width: int = 16) -> dict[str, Tensor]:
+        angles = (1, 1, TOKENS, width)
+        return {"x": ones(1, TOKENS, 4, width), "weight": ones(width), "cos": ones(angles), "sin": ones(angles)}
+
+    assert_replaced([(norm_rotary, inputs())], 1)
+    assert_replaced([(norm_rotary, inputs() | case) for case in unsupported.values()], 0)
+    assert_replaced([(norm_rotary, inputs(24))], 0, Qwen3Config(head_dim=24))
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
     norm = rms_norm(total := x + residual, weight)
     return total, linear(norm, gate, None), linear(norm, up, None)
+
+
+def add_norm_with_bias(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    norm = rms_norm(total := x + residual, weight)
+    return total, linear(norm, gate, up[:, 0]), linear(norm, up, gate[:, 0])
 
 
 def add_norm_with_adapter(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
@@ -177,39 +184,41 @@ def add_norm_of_number(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor
     return total, linear(norm, gate, None), linear(norm, up, None)
 
 
-@pytest.mark.parametrize(
-    ("formula", "inputs", "count"),
-    [
-        pytest.param(add_norm, {}, 1, id="one row"),
-        pytest.param(add_norm, {"x": ones(2, TOKENS, 32), "residual": ones(2, TOKENS, 32)}, 0, id="two rows"),
-        pytest.param(add_norm, {"residual": ones(1, 1, 32)}, 0, id="broadcast"),
-        pytest.param(add_norm, {"x": ones(1, TOKENS, 64)[..., :32]}, 0, id="strided"),
-        pytest.param(add_norm, {"residual": ones(1, TOKENS, 32, dtype=torch.bfloat16)}, 0, id="two dtypes"),
-        pytest.param(add_norm, {"weight": ones(TOKENS, 32)}, 0, id="a weight per token"),
-        pytest.param(add_norm_with_adapter, {}, 0, id="adapter"),
-        pytest.param(add_norm_scaled, {}, 0, id="computed weight"),
-        pytest.param(add_norm_of_number, {}, 0, id="number"),
-    ],
-)
-def test_add_norm_is_replaced_only_for_supported_inputs(formula: Any, inputs: dict[str, Tensor], count: int) -> None:
-    row, matrix = (1, TOKENS, 32), (48, 32)
-    shapes = {"x": row, "residual": row, "weight": (32,), "gate": matrix, "up": matrix}
-    assert_replaced(formula, shapes, inputs, count)
+def test_add_norm_is_replaced_only_for_supported_inputs() -> None:
+    unsupported = {
+        "two rows": {"x": ones(2, TOKENS, 32), "residual": ones(2, TOKENS, 32)},
+        "broadcast": {"residual": ones(1, 1, 32)},
+        "strided": {"x": ones(1, TOKENS, 64)[..., :32]},
+        "two dtypes": {"residual": ones(1, TOKENS, 32, dtype=torch.bfloat16)},
+        "a weight per token": {"weight": ones(TOKENS, 32)},
+    }
+
+    def inputs() -> dict[str, Tensor]:
+        sizes = {"x": (1, TOKENS, 32), "residual": (1, TOKENS, 32), "weight": (32,), "gate": (48, 32), "up": (48, 32)}
+        return {name: ones(size) for name, size in sizes.items()}
+
+    assert_replaced([(add_norm, inputs())], 1)
+    variants = add_norm_with_bias, add_norm_with_adapter, add_norm_scaled, add_norm_of_number
+    cases = [(add_norm, inputs() | case) for case in unsupported.values()]
+    assert_replaced(cases + [(variant, inputs()) for variant in variants], 0)
 
 
-def assert_replaced(formula: Any, shapes: dict[str, tuple[int, ...]], inputs: dict[str, Tensor], count: int) -> None:
-    """Assert the number of replacements in the formula's graph, and that it computes the same."""
+def assert_replaced(formulas: list[tuple[Any, dict[str, Tensor]]], count: int, config: Any = QWEN3) -> None:
+    """Assert the number of replacements in the graph of the formulas, and that it computes the same."""
     replacements: list[int] = []
 
     def backend(graph: fx.GraphModule, _: list[Any]) -> Any:
-        replacements.append(apply_rewrites(graph, QWEN3))
+        replacements.append(apply_rewrites(graph, config))
         return graph.forward
 
-    tensors = {name: ones(shape) for name, shape in shapes.items()} | inputs
+    def compute() -> list[Any]:
+        return [formula(**inputs) for formula, inputs in formulas]
+
     torch._dynamo.reset()
-    actual = torch.compile(formula, backend=backend, dynamic=False)(**tensors)
+    actual = torch.compile(compute, backend=backend, dynamic=False)()
     assert replacements == [count]
-    torch.testing.assert_close(actual, formula(**tensors))
+    for outputs, expected in zip(actual, compute(), strict=True):
+        torch.testing.assert_close(outputs, expected)
 
 
 @pytest.mark.parametrize(("device", "tag"), [("cpu", ""), ("cuda:0", KERNEL_SOURCE_HASH)])
