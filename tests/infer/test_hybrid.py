@@ -35,7 +35,12 @@ A, B = PolicyVersion("hybrid", 0, 1), PolicyVersion("hybrid", 0, 2)
 SYSTEM = [(7 * index) % 90 + 3 for index in range(40)]
 
 
-@pytest.fixture(scope="module", params=list(HYBRIDS))
+# Qwen3-Next has no fused forward; the property of `test_engine.py` runs it with snapshots, forks, evictions and swaps.
+FAMILIES = [name for name in HYBRIDS if name != "qwen3_next"]
+FAMILIES += [pytest.param("qwen3_next", marks=pytest.mark.full("as the others, and in the property of test_engine.py"))]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def world(request, tmp_path_factory):
     """A published model, transformers' own, and how to write another one."""
     directory = tmp_path_factory.mktemp("hybrid")
@@ -43,9 +48,15 @@ def world(request, tmp_path_factory):
     return publish_as(directory / "v1", source, A), reference(source), HYBRIDS[request.param]
 
 
-@pytest.fixture
-def core(world):
+@pytest.fixture(scope="module")
+def shared_core(world):
     return build_core(world[0], A, kv_cache_tokens=1024, max_num_batched_tokens=128)
+
+
+@pytest.fixture
+def core(shared_core):
+    shared_core.pool.reset_prefix_cache([])
+    return shared_core
 
 
 def sample(core: EngineCore, model, prompt: list[int], max_tokens: int = 10) -> tuple[EngineRequest, int]:
@@ -91,8 +102,9 @@ def test_next_turn_continues_the_last_reply(world, core):
 
 def test_same_prompt_is_computed_once_in_a_group(world, core):
     requests = [core.create_request([*SYSTEM, 9], SamplingParams(max_tokens=1, seed=seed)) for seed in range(8)]
+    before = core.counters.computed_tokens
     run(core, *requests)
-    assert core.counters.computed_tokens == 41 + 7
+    assert core.counters.computed_tokens - before == 41 + 7
     assert [request.num_cached_tokens for request in requests] == [0] + [40] * 7
 
 
@@ -136,7 +148,8 @@ def test_snapshot_ends_with_its_block(world):
     assert sample(core, world[1], SYSTEM, max_tokens=1)[1] == 40
 
 
-def test_swap_drops_all_snapshots(world, core, tmp_path):
+def test_swap_drops_all_snapshots(world, tmp_path):
+    core = build_core(world[0], A, kv_cache_tokens=1024, max_num_batched_tokens=128)
     sample(core, world[1], SYSTEM, max_tokens=1)
     other = publish_as(tmp_path / "v2", world[2](tmp_path / "source", seed=5), B)
     core.swap_weights(stage_weights(other, core.model.module))
@@ -223,7 +236,7 @@ Arrivals = st.lists(
 def test_states_are_those_of_the_tokens():
     totals: Counter[str] = Counter()
 
-    @settings(max_examples=max(100, settings().max_examples))  # a few do not reach all counters below
+    @settings(max_examples=max(50, settings().max_examples))  # a few do not reach all counters below
     @given(
         Arrivals, st.integers(40, 120), st.sampled_from([1, 2, 4]), st.integers(0, 6), st.integers(5, 16), st.booleans()
     )

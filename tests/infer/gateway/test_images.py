@@ -11,7 +11,7 @@ import anthropic
 import openai
 import pytest
 
-from ramify.infer.gateway.session import MAX_IMAGE_BYTES
+from ramify.infer.gateway.request_quota import QuotaSettings
 from ramify.model.images import ImageCache, ImageFamily, ProcessedImage, load_image_family
 from ramify.model.render import load_renderer
 from ramify.model.render.prompt_images import MAX_PROMPT_IMAGES
@@ -290,10 +290,10 @@ async def test_processing_an_image_has_a_deadline(open_scenario, slow_vision):
 
 
 async def test_the_images_of_a_rollout_are_bounded(open_scenario, vision):
-    padding = bytes(MAX_IMAGE_BYTES // 4)  # after the end of a PNG, where decoders do not look
+    padding = bytes(10_000)  # after the end of a PNG, where decoders do not look
     images = [Media.from_bytes(make_square((index, 0, 0), side=4).data + padding, "image/png") for index in range(4)]
 
-    async with open_scenario(list(SCRIPT), renderer=vision) as scenario:
+    async with open_scenario(list(SCRIPT), renderer=vision, quota=QuotaSettings(max_image_bytes=40_000)) as scenario:
         assert await converse_with_chat(scenario, [images[:3]]) == SCRIPT[:1]
         with pytest.raises(openai.BadRequestError, match="a rollout may have"):
             await converse_with_chat(scenario, [[images[3]]])

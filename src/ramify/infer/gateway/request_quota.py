@@ -31,6 +31,8 @@ class QuotaSettings:
     """Most open requests. Each has a connection, whose buffers need memory before its body is read."""
     max_bytes: int = 96 * 2**20
     """Most bytes of the bodies of open requests: the history, and images in base64."""
+    max_image_bytes: int = 64 * 2**20
+    """Most bytes of the images of all requests."""
     cpu_share: float = 0.1
     """Seconds of work per second, in the long run."""
     cpu_burst: float = 15.0

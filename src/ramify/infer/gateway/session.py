@@ -46,7 +46,6 @@ from ramify.model.render.prompt_images import PromptImage, check_image_count, fi
 from ramify.model.render.tokenizer import OFFLOAD_MIN_CHARS, offload
 from ramify.trace import Media, Message, ModelCall, Trace
 
-MAX_IMAGE_BYTES = 64 * 2**20  # of the images of one rollout
 MAX_REFUSALS = 50  # distinct refusals that a trace keeps
 MAX_REFUSAL_CHARS = 1000  # of a refusal's message
 MAX_IGNORED_FIELDS = 50  # names of ignored fields that a trace keeps
@@ -157,8 +156,8 @@ class RolloutSession:
             return
         check_image_count(len(find_image_parts(messages)))
         num_bytes = sum(len(image.data) for image in (*self._media.values(), *new_images))
-        if num_bytes > MAX_IMAGE_BYTES:
-            raise ImageInvalid(f"image: a rollout may have {MAX_IMAGE_BYTES} bytes of images; this makes {num_bytes}")
+        if num_bytes > (limit := self.quota.settings.max_image_bytes):
+            raise ImageInvalid(f"image: a rollout may have {limit} bytes of images; this makes {num_bytes}")
         async with fail_after(self.call_timeout, "processing the images of a request"):
             await policy.process_images(new_images)
 

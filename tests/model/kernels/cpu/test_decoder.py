@@ -238,13 +238,16 @@ def test_non_finite_logits_sample_a_valid_token(vocab, value):
 
 @pytest.mark.process
 def test_truncated_cached_library_is_compiled_again(monkeypatch, tmp_path, no_loaded_libraries):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compile_or_skip(SHAPES[2])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "number.c"
+    source.write_text("int number(void) { return 7; }")
+    c_library.load_c_library(source)
     (cached,) = (tmp_path / "ramify").iterdir()
     cached.unlink()
     cached.write_bytes(b"")
     c_library.load_c_library.cache_clear()
-    CompiledDecoderOps(build_sizes(SHAPES[2]), random_weights(SHAPES[2]))
+    assert c_library.load_c_library(source).number() == 7
     assert cached.stat().st_size > 0
 
 
