@@ -55,7 +55,8 @@ def build_world(name: str, directory: Path):
     for version, seed in ((A, 1), (B, 2)):
         source = WRITERS[name](directory / f"source-{seed}", seed)
         published[version] = publish_as(directory / f"v{version.step}", source, version)
-        models[version], rounded[version] = reference(source), reference(source, DTYPE)
+        models[version] = reference(source)
+        rounded[version] = models[version] if DTYPE == "float32" else reference(source, DTYPE)
     return published, models, rounded
 
 
@@ -68,6 +69,14 @@ def world(tmp_path_factory):
 def each_world(request, world, tmp_path_factory):
     """The world of each model: a Llama, and two with recurrent layers, of which one has no fused forward."""
     return world if request.param == "llama" else build_world(request.param, tmp_path_factory.mktemp("models"))
+
+
+fused_worlds = pytest.mark.parametrize(
+    "each_world",
+    ["llama", "lfm2", pytest.param("qwen3_next", marks=pytest.mark.full("as lfm2"))],
+    indirect=True,
+    scope="module",
+)
 
 
 @pytest.fixture(scope="module")
@@ -406,6 +415,7 @@ def test_prompt_logprobs_cover_a_chunked_prompt(each_world):
         assert request.prompt_logprobs[1:] == pytest.approx(exact, abs=CLOSE)
 
 
+@fused_worlds
 def test_logprobs_start_keeps_the_cached_prefix_before_it(each_world):
     published, models, _ = each_world
     core = build_core(published[A], A, kv_cache_tokens=2048, max_num_batched_tokens=16)
@@ -493,6 +503,7 @@ def test_shared_prompt_is_computed_once(world):
     assert core.counters.computed_tokens == 41 + 15  # 40 tokens in full blocks are shared, even within one step
 
 
+@fused_worlds
 @pytest.mark.parametrize("budget", [16, 256])
 def test_recompute_computes_each_shared_block_once(each_world, budget):
     """Two groups of eight requests with common prompts."""
@@ -519,6 +530,7 @@ def test_recompute_computes_each_shared_block_once(each_world, budget):
     assert core.counters.duplicate_blocks == duplicates  # some requests sampled the same tokens before the swap
 
 
+@fused_worlds
 def test_blocks_of_one_token(each_world):
     inputs = [(range(3, 12), 1), (range(3, 9), 2)]
     small, usual = (build_core(each_world[0][A], A, kv_cache_tokens=512, block_size=size) for size in (1, 4))
@@ -552,13 +564,14 @@ def test_request_shares_blocks_after_its_scope_was_dropped(world):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_logprobs": 2}, {"temperature": 0.0}])
-def test_nan_weights_are_reported(world, fused, sampling):
+def test_nan_weights_are_reported(world, fused):
     core = build_core(world[0][A], A, kv_cache_tokens=64, fused_ops=fused)
     for parameter in core.model.module.parameters():
         parameter.data.fill_(float("nan"))
-    with pytest.raises(ProviderError, match=f"the logits of {A} are NaN"):
-        run(core, build_request(core, [3, 4], **sampling))
+    for sampling in ({}, {"top_p": 0.9}, {"top_logprobs": 2}, {"temperature": 0.0}):
+        with pytest.raises(ProviderError, match=f"the logits of {A} are NaN"):
+            run(core, request := build_request(core, [3, 4], **sampling))
+        core.cancel(request)
 
 
 def test_cache_salt_separates_prefixes(world):

@@ -17,6 +17,7 @@ from ramify.infer.images import ImageReference, UploadedImages
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.model.fused_model import FusedModel
 from ramify.model.images import ProcessedImage
+from ramify.model.load import load_engine_model
 from ramify.model.weights import publish_weights, stage_weights
 from ramify.trace.version import PolicyVersion
 from tests.support.models import (
@@ -49,6 +50,14 @@ def world(request, tmp_path_factory):
         for version in (A, B)
     }
     return request.param, directory, models
+
+
+one_family = pytest.mark.parametrize(
+    "world",
+    ["qwen3_vl", pytest.param("idefics3", marks=pytest.mark.full("the engine does the same for every family"))],
+    indirect=True,
+    scope="module",
+)
 
 
 class Prompt:
@@ -168,6 +177,7 @@ def publish(directory: Path, source: Path, version: PolicyVersion, tower_of: Pat
     return publish_weights(directory, tensors, version, base_model=source)
 
 
+@one_family
 @pytest.mark.parametrize("mode", ["recompute", "keep"])
 def test_weights_are_swapped_in_flight(world, mode, tmp_path):
     family, _, models = world
@@ -192,6 +202,7 @@ def test_weights_are_swapped_in_flight(world, mode, tmp_path):
     assert core.counters.encoded_images == 4
 
 
+@one_family
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_group_encodes_its_image_once_per_version_of_the_tower(world, frozen, tmp_path):
     family, _, models = world
@@ -212,6 +223,7 @@ def copy_image(image: ProcessedImage, name: str) -> ProcessedImage:
     return ProcessedImage(name, image.family, image.arrays, image.grid, image.num_tokens)
 
 
+@one_family
 def test_lost_images_are_asked_for_again_and_running_requests_keep_theirs(world):
     family, _, models = world
     image = process(family, b"one")
@@ -234,9 +246,10 @@ def test_lost_images_are_asked_for_again_and_running_requests_keep_theirs(world)
 @pytest.fixture(scope="module")
 def tower_and_image(world):
     family, _, models = world
-    return build_core(models[A], A).model.tower, process(family, b"one")
+    return load_engine_model(models[A], dtype="float32").tower, process(family, b"one")
 
 
+@one_family
 def test_images_stay_until_they_are_used_even_if_they_exceed_the_cache(tower_and_image):
     tower, image = tower_and_image
     uploaded = UploadedImages(tower, 2 * image.num_bytes)
@@ -252,6 +265,7 @@ def test_images_stay_until_they_are_used_even_if_they_exceed_the_cache(tower_and
         assert len(uploaded._images) <= 4
 
 
+@one_family
 def test_images_that_are_not_used_soon_are_dropped(tower_and_image):
     tower, image = tower_and_image
     uploaded = UploadedImages(tower, image.num_bytes, use_timeout=0.0)
@@ -260,6 +274,7 @@ def test_images_that_are_not_used_soon_are_dropped(tower_and_image):
     assert list(uploaded._images) == ["1"]
 
 
+@one_family
 def test_image_that_is_uploaded_again_is_kept_for_the_next_request(tower_and_image):
     tower, image = tower_and_image
     uploaded = UploadedImages(tower, 2 * image.num_bytes)
@@ -308,6 +323,7 @@ def test_a_text_model_refuses_images(tmp_path):
         core.create_request([1, 2, 3], SamplingParams(), images=[ImageReference("00", 0, 1)])
 
 
+@one_family
 def test_batch_invariant_mode_reads_images(world):
     family, _, models = world
     core = build_core(models[A], A, batch_invariant=True, max_num_batched_tokens=16)
@@ -321,6 +337,7 @@ def test_batch_invariant_mode_reads_images(world):
     check_logprobs(family, models[A], alone, prompts[0].images)
 
 
+@one_family
 def test_an_image_is_uploaded_once_and_asked_for_if_it_is_missing(world):
     family, _, models = world
     prompt = Prompt(Random(5), family, [b"one"])
