@@ -287,6 +287,14 @@ def breaking_server(model):
         yield url, must_fail.set
 
 
+@pytest.fixture
+def frozen_modules():
+    """Freeze the objects of imported modules again, as `tests/conftest.py` did: a server unfreezes them when it ends."""
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("frozen_modules")
 async def test_a_server_ends_when_its_engine_fails(model):
     core = build_core(model, kv_cache_tokens=8192)
 
@@ -307,6 +315,7 @@ async def test_a_server_ends_when_its_engine_fails(model):
     assert not gc.get_freeze_count()
 
 
+@pytest.mark.usefixtures("frozen_modules")
 async def test_a_server_ends_when_its_http_server_fails(model, monkeypatch):
     async def crash_after_start(_, num_calls):
         if num_calls:

@@ -14,7 +14,7 @@ from tests.support.models import build_core, publish_as, write_llama
 from tests.support.native_server import run_server
 
 FULL = bool(os.environ.get("RAMIFY_FULL"))
-SECONDS, UPDATES, CLIENTS = (120, 20, 64) if FULL else (1, 4, 64)
+SECONDS, UPDATES, CLIENTS = (120, 20, 64) if FULL else (0.5, 4, 48)
 
 
 @pytest.mark.timeout(SECONDS + 120)

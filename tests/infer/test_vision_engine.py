@@ -17,7 +17,6 @@ from ramify.infer.images import ImageReference, UploadedImages
 from ramify.infer.request import EngineRequest, SamplingParams
 from ramify.model.fused_model import FusedModel
 from ramify.model.images import ProcessedImage
-from ramify.model.load import load_engine_model
 from ramify.model.weights import publish_weights, stage_weights
 from ramify.trace.version import PolicyVersion
 from tests.support.models import (
@@ -50,6 +49,17 @@ def world(request, tmp_path_factory):
         for version in (A, B)
     }
     return request.param, directory, models
+
+
+@pytest.fixture(scope="module")
+def shared_core(world):
+    return build_core(world[2][A], A)
+
+
+@pytest.fixture
+def core(shared_core):
+    shared_core.pool.reset_prefix_cache([])
+    return shared_core
 
 
 one_family = pytest.mark.parametrize(
@@ -128,26 +138,25 @@ def test_logprobs_across_prefix_hits_and_split_images(world):
     assert core.counters.encoded_images == len(images)
 
 
-def test_decoding_after_images_runs_the_fused_operators(world):
+def test_decoding_after_images_runs_the_fused_operators(world, core):
     family, _, models = world
-    core = build_core(models[A], A)
     assert core.runner.fused_model is not None
     upload(core, family, [b"one", b"two"])
     prompt = Prompt(Random(6), family, [b"one", b"two"])
     ids = [*prompt.ids, 5, 6]
+    num_encoded = core.counters.encoded_images
     params = SamplingParams(max_tokens=9)  # sampled on the device, if there is one: steps are launched ahead
     requests = run(core, *(core.create_request(ids, params, images=prompt.references) for _ in range(16)))
     without_markers = [request for request in requests if max(sampled_ids(request)) < 56]
     assert len(without_markers) >= 2
     for request in without_markers:
         check_logprobs(family, models[A], request, prompt.images, markers=True)
-    assert core.counters.encoded_images == 2
+    assert core.counters.encoded_images - num_encoded == 2
     assert core.counters.replayed_steps > 0 or core.model.device.type != "cuda"
 
 
-def test_equal_prompts_with_different_images_share_nothing_after_the_first_difference(world):
+def test_equal_prompts_with_different_images_share_nothing_after_the_first_difference(world, core):
     family, _, models = world
-    core = build_core(models[A], A)
     same_shape: dict[tuple[int, ...], list[bytes]] = {}
     for number in range(40):
         image = process(family, data := b"image %d" % number)
@@ -177,11 +186,16 @@ def publish(directory: Path, source: Path, version: PolicyVersion, tower_of: Pat
     return publish_weights(directory, tensors, version, base_model=source)
 
 
+@pytest.fixture(scope="module")
+def published(world):
+    _, directory, models = world
+    return publish(directory / "published", models[B], B)
+
+
 @one_family
 @pytest.mark.parametrize("mode", ["recompute", "keep"])
-def test_weights_are_swapped_in_flight(world, mode, tmp_path):
+def test_weights_are_swapped_in_flight(world, mode, published):
     family, _, models = world
-    published = publish(tmp_path / "b", models[B], B)
     core = build_core(models[A], A, **SETTINGS)
     upload(core, family, [b"one", b"two"])
     prompt = Prompt(Random(1), family, [b"one", b"two"])
@@ -204,17 +218,18 @@ def test_weights_are_swapped_in_flight(world, mode, tmp_path):
 
 @one_family
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_group_encodes_its_image_once_per_version_of_the_tower(world, frozen, tmp_path):
+def test_a_group_encodes_its_image_once_per_version_of_the_tower(world, frozen, published, tmp_path):
     family, _, models = world
     core = build_core(models[A], A, max_running_requests=16)
     upload(core, family, [b"one"])
     prompt = Prompt(Random(2), family, [b"one"])
-    for version in (A, B):
-        if version == B:
-            published = publish(tmp_path / "b", models[B], B, models[A] if frozen else None)
+    if frozen:
+        published = publish(tmp_path / "b", models[B], B, models[A])
+    for source in (models[A], published):
+        if source == published:
             core.swap_weights(stage_weights(published, core.model.module))
         requests = run(core, *(submit(core, prompt) for _ in range(16)))
-        check_logprobs(family, published if version == B else models[A], requests[3], prompt.images)
+        check_logprobs(family, source, requests[3], prompt.images)
     assert core.counters.encoded_images == (1 if frozen else 2)
 
 
@@ -244,9 +259,8 @@ def test_lost_images_are_asked_for_again_and_running_requests_keep_theirs(world)
 
 
 @pytest.fixture(scope="module")
-def tower_and_image(world):
-    family, _, models = world
-    return load_engine_model(models[A], dtype="float32").tower, process(family, b"one")
+def tower_and_image(world, shared_core):
+    return shared_core.model.tower, process(world[0], b"one")
 
 
 @one_family
@@ -286,10 +300,9 @@ def test_image_that_is_uploaded_again_is_kept_for_the_next_request(tower_and_ima
     assert list(uploaded._images) == ["0", "2"]
 
 
-def test_wrong_images_are_refused_when_they_arrive(world):
-    family, _, models = world
-    core = build_core(models[A], A)
-    image = process(family, b"one")
+def test_wrong_images_are_refused_when_they_arrive(world, core):
+    family, _, _ = world
+    image = process(family, b"never uploaded")
     uploaded = core.get_uploaded_images()
     pixels = {"pixel_values": image.arrays["pixel_values"][:, :1]}
     wrong = [
@@ -302,7 +315,7 @@ def test_wrong_images_are_refused_when_they_arrive(world):
         with pytest.raises(RequestInvalid):
             uploaded.add(item)
     uploaded.add(image)
-    prompt = Prompt(Random(4), family, [b"one"])
+    prompt = Prompt(Random(4), family, [b"never uploaded"])
     (reference,) = prompt.references
     for bad in (reference._replace(stop=999), reference._replace(stop=reference.start), reference._replace(start=-1)):
         with pytest.raises(RequestInvalid):

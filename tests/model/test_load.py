@@ -90,8 +90,9 @@ def test_models_have_the_logprobs_of_transformers(model_type, tmp_path):
     requests = [
         core.create_request([5, 6, 7 + index] * 5, SamplingParams(max_tokens=5, seed=index)) for index in range(3)
     ]
+    model = reference(tmp_path)
     for request in run(core, *requests):
-        logprobs = scores(reference(tmp_path), request.token_ids, 1.0)
+        logprobs = scores(model, request.token_ids, 1.0)
         expected = [logprobs[15 + index - 1, token].item() for index, token in enumerate(sampled_ids(request))]
         assert request.logprobs == pytest.approx(expected, abs=1e-4)
 

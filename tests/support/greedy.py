@@ -13,7 +13,7 @@ from ramify.infer.vllm_server import VLLMServer
 from ramify.model.render import load_renderer
 from ramify.trace import Message
 
-MAX_TOKENS = 32
+MAX_TOKENS = 16
 
 
 def render_prompts(model: Path, count: int = 16) -> list[list[int]]:

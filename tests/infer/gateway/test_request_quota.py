@@ -8,6 +8,7 @@ import gc
 import gzip
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
@@ -148,20 +149,21 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered(open_scen
         assert {refusal["name"] for refusal in scenario.trace.info["refusals"]} == {"ContextOverflow"}
 
 
-def count_objects(cls: type) -> int:
+def count_objects() -> Counter[type]:
     gc.collect()
-    return sum(isinstance(item, cls) for item in gc.get_objects())
+    return Counter(map(type, gc.get_objects()))
 
 
 async def test_requests_that_are_counted_or_refused_leave_nothing_in_memory(open_scenario):
     async with open_scenario([], limits=RolloutLimits(seq_len=64)) as scenario:
-        nodes, requests = count_objects(TrieNode), count_objects(ModelRequest)
+        before = count_objects()
         for number in range(20):
             body = {"messages": [{"role": "user", "content": f"{number} " * 400}]}
             assert (await scenario.post("/chat/completions/input_tokens", body)).status_code == 200
             assert (await scenario.post("/chat/completions", body)).status_code == 400
-        assert count_objects(TrieNode) <= nodes + 1  # the root
-        assert count_objects(ModelRequest) <= requests
+        after = count_objects()
+        assert after[TrieNode] <= before[TrieNode] + 1  # the root
+        assert after[ModelRequest] <= before[ModelRequest]
 
 
 async def test_a_rollout_that_used_its_time_waits():

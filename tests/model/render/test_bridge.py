@@ -191,7 +191,7 @@ def test_a_long_agent_loop_bridges_every_turn(name: str):
     render, oracle = renderer(name), get_oracle(name)
     messages = [Message("system", "Use tools."), USER]
     prompt = render.render(messages, TOOLS)
-    for turn in range(40):
+    for turn in range(20):
         reply = Message("assistant", "", None, (ToolCall(f"call{turn:05d}", "run", f'{{"code": "{turn}"}}'),))
         sampled = oracle.reply(messages, reply, TOOLS)
         history = prompt.with_reply(sampled, render.parse(sampled, prompt))

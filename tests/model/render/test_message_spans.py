@@ -12,7 +12,7 @@ from tests.support.conversations import conversations
 from tests.support.reference_renderer import get_oracle
 from tests.support.renderers import MODELS, TOOLS, Model, renderer
 
-EXAMPLES = min(400, max(4, settings.default.max_examples // 8)) if settings.default else 4
+EXAMPLES = min(400, max(2, settings.default.max_examples // 8)) if settings.default else 2
 MOVES_SYSTEM = ("mistral-v3", "llama-3.1", "granite")  # the system message is not first, or not alone
 
 

@@ -16,7 +16,7 @@ from tests.support.conversations import Conversation, conversations, wild
 from tests.support.reference_renderer import get_oracle
 from tests.support.renderers import MODELS, Model, renderer
 
-EXAMPLES = min(400, max(5, settings.default.max_examples // 6)) if settings.default else 5
+EXAMPLES = min(400, max(3, settings.default.max_examples // 6)) if settings.default else 3
 
 
 def converse(model: Model, conversation: Conversation) -> list[RenderedPrompt]:
