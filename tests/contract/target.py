@@ -26,7 +26,7 @@ class Target:
     second: Path
     max_model_len: int
     vocab: int
-    flight: int = 600  # tokens of a request that has to be still on its way when something is done to the server
+    flight: int = 400  # tokens of a request that has to be still on its way when something is done to the server
 
     def client(self) -> contextlib.AbstractAsyncContextManager[httpx.AsyncClient]:
         limits = httpx.Limits(max_connections=128, max_keepalive_connections=128, keepalive_expiry=2)

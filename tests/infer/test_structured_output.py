@@ -37,6 +37,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "additionalProperties": False}}},
 ]
 USER = [{"role": "user", "content": "Reverse: abc"}]
+SAMPLING = {"temperature": 1.0, "seed": 1, "logit_bias": {"198": -100}}  # no line breaks, which would make replies long
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,7 @@ def http():
 
 
 def chat(http, **fields) -> list[dict[str, Any]]:
-    body = {"messages": USER, "max_tokens": 400, "temperature": 1.0, "seed": 1, **fields}
+    body = {"messages": USER, "max_tokens": 400, **SAMPLING, **fields}
     response = http.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     return response.json()["choices"]
@@ -205,7 +206,7 @@ def chat(http, **fields) -> list[dict[str, Any]]:
 
 def stream_chat(http, **fields) -> tuple[str, list[dict[str, Any]], str | None]:
     """Return the text, the tool calls and the finish reason of a stream."""
-    body = {"messages": USER, "max_tokens": 400, "temperature": 1.0, "seed": 1, "stream": True, **fields}
+    body = {"messages": USER, "max_tokens": 400, "stream": True, **SAMPLING, **fields}
     text, calls, finish_reason = "", [], None
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200
