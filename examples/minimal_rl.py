@@ -21,10 +21,10 @@ from ramify.env.tasksets.reverse_text import ReverseText, ReverseTextConfig
 from ramify.train import Entries
 
 MODEL = "tiny"  # or a directory, or a Hugging Face id
-NUM_STEPS = 8
+NUM_STEPS = 6
 GROUPS_PER_STEP = 16  # tasks per step
 GROUP_SIZE = 8  # replies per task
-NUM_HELD_OUT = 128  # tasks that measure what was learned and are never trained on
+NUM_HELD_OUT = 64  # tasks that measure what was learned and are never trained on
 MAX_TOKENS = 48  # limit for one reply
 LEARNING_RATE = 3e-4
 MAX_GRAD_NORM = 1.0
