@@ -43,30 +43,30 @@ def test_a_malformed_name_is_refused_by_the_config(name):
 
 @pytest.mark.process
 def test_a_start_names_the_directory_of_the_step_and_loading_exports_it(run, tmp_path):
-    def expand(name: str) -> str:
-        return expand_run_models(ServeConfig(model=ModelConfig(name=name))).model.name
-
-    assert expand("run:first") == "outputs/first/models/first-000004"
-    assert expand("run:first@best:eval/held-out/avg").endswith("first-000002")
+    source = TrainSourceConfig(taskset={"id": "reverse-text"}, algorithm={"id": "opd"}, teacher="best")
+    models = {"best": NamedModelConfig(name="run:first@best:eval/held-out/avg")}
+    run_config = RunConfig(model=TrainedModelConfig(name="run:first"), models=models, train=[source])
+    run_config = expand_run_models(run_config)
+    assert run_config.model.name == "outputs/first/models/first-000004"
+    best = run_config.models["best"].name
+    assert best == "outputs/first/models/first-000002"
     assert not (run / "models").exists()
-    directory = fetch_model("run:first@2")
-    assert directory == run / "models" / "first-000002"
-    assert Manifest.read(directory).version == PolicyVersion("first", 0, 2)
-    assert fetch_model("outputs/first/models/first-000004") == run / "models" / "first-000004"
+    for name in (best, "run:first@2"):
+        directory = fetch_model(name)
+        assert directory == run / "models" / "first-000002"
+        assert Manifest.read(directory).version == PolicyVersion("first", 0, 2)
     config = expand_run_models(ServeConfig(model=ModelConfig(name="run:outputs/first@2")))
     write_toml(config, tmp_path / "serve.toml")  # the processes of a run, and a resumed run, get the same step
     assert tomllib.loads((tmp_path / "serve.toml").read_text())["model"]["name"] == "outputs/first/models/first-000002"
 
 
-@pytest.mark.process
 def test_a_dry_run_notes_the_models_that_the_run_would_export(run):
+    last = "outputs/first/models/first-000004"
     source = TrainSourceConfig(taskset={"id": "reverse-text"}, algorithm={"id": "opd"}, teacher="old")
-    models = {"old": NamedModelConfig(name="run:first@2")}
-    config = RunConfig(model=TrainedModelConfig(name="run:first"), models=models, train=[source])
-    config = expand_run_models(config)
+    models = {"old": NamedModelConfig(name=last.replace("000004", "000002"))}
+    config = RunConfig(model=TrainedModelConfig(name=last), models=models, train=[source])
     assert find_run_problems(config, dry_run=True) == []
     notes = [note for note in list_model_notes(config) if "exports" in note]
-    last = "outputs/first/models/first-000004"
     note = f"note: model.name: the run exports {last} when it starts; 'ramify model fetch {last}' exports it before"
     assert notes == [note, note.replace("model.name", "models.old.name").replace("000004", "000002")]
     assert not (run / "models").exists()
