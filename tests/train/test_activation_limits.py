@@ -56,7 +56,7 @@ def get_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     ],
 )
 def test_recomputed_layers_give_equal_gradients(config, layout, compiled):
-    batch = Batch.from_packs(0, build_packs(128, layout)[: 1 if compiled else None])
+    batch = Batch.from_packs(0, build_packs(128, layout)[: 1 if compiled else 2])
     gradients, num_runs = [], []
     for count in (0, 1, 2)[: 2 if compiled else 3]:
         policy, runs = build_policy(config), Counter[int]()
@@ -192,7 +192,7 @@ def test_a_trial_lowers_the_limits_and_changes_nothing_else():
     assert not trainer.master_weights.gradients()
     tried, fresh = trainer, Trainer(build_policy(CONFIGS["llama"]), TrainerConfig(optim=OPTIM))
     tried.policy.room = 1 << 30
-    batches = [Batch.from_packs(step, build_packs(128, seed=step)) for step in range(2)]
+    batches = [Batch.from_packs(step, build_packs(128, seed=step)[:2]) for step in range(2)]
     for batch in batches:
         assert tried.step(batch).loss == fresh.step(batch).loss
     assert all(torch.equal(value, copy_weights(tried)[name]) for name, value in copy_weights(fresh).items())
