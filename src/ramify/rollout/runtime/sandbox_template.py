@@ -106,8 +106,8 @@ def start_inside(control_fd: int, setup_fd: int, proc_fd: int) -> None:
         os._exit(0)
     os.environ.clear()  # before the memory is overwritten in which the C library looks for the names
     os.environ.update(program["env"])
-    _overwrite_proc_cmdline(memory, [setup["python"][0], *program["argv"]], program["env"][init.MARKER_VARIABLE])
     sys.orig_argv[:] = [*setup["python"], *program["argv"]]
+    _overwrite_proc_cmdline(memory, sys.orig_argv, program["env"][init.MARKER_VARIABLE])
     os.setsid()
     _take_standard_files(program)
     namespaces.allow_access()  # when the socket of the first program is closed
