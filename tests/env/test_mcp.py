@@ -15,6 +15,7 @@ from ramify.core.config import parse_section
 from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env import McpServerConfig, ToolSet, open_mcp_servers
 from ramify.trace import MediaPart, ToolCall
+from tests.support import mcp_server
 from tests.support.images import make_media
 from tests.support.rollout_context import make_context
 
@@ -40,11 +41,6 @@ SERVER = textwrap.dedent('''
     def look() -> Image:
         """Show an image."""
         return Image(data=base64.b64decode("PIXEL"), format="png")
-
-    @server.tool()
-    def die() -> str:
-        """End the server."""
-        os._exit(3)
 
     @server.tool()
     def process() -> str:
@@ -84,7 +80,7 @@ async def call_all_tools(server: McpServerConfig) -> int:
     context = make_context()
     async with open_mcp_servers({"test": server}) as server_tools:
         tools = ToolSet(server_tools)
-        assert [tool.name for tool in tools.tools] == ["add", "fail", "look", "die", "process"]
+        assert [tool.name for tool in tools.tools] == ["add", "fail", "look", "process"]
         schema = tools.schemas[0]["function"]
         assert schema["description"] == "Add two numbers."
         assert schema["parameters"]["required"] == ["a", "b"]
@@ -108,11 +104,11 @@ async def test_url_server(url):
     await call_all_tools(McpServerConfig(url=url, headers={"X-Key": "1"}))
 
 
-async def test_exit_of_a_server_raises_a_sandbox_error(script):
-    config = McpServerConfig(command=[sys.executable, str(script)])
+async def test_exit_of_a_server_raises_a_sandbox_error():
+    config = McpServerConfig(command=[sys.executable, "-S", mcp_server.__file__])
     async with open_mcp_servers({"one": config}) as server_tools:
         with pytest.raises(SandboxError, match="'one' closed the connection"):
-            await ToolSet(server_tools).call(ToolCall("1", "die", "{}"), make_context())
+            await ToolSet(server_tools).call(ToolCall("1", "shout", '{"text": 1}'), make_context())
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from ramify.infer.gateway.mcp_server import McpServer
 from ramify.infer.gateway.request_quota import QuotaSettings
 from ramify.rollout.harness import tool_client
 from ramify.trace import Trace
+from tests.support import mcp_server
 from tests.support.attempts import OneTask, error_names, load_env, run_one
 from tests.support.images import make_media
 from tests.support.scenario import make_session
@@ -162,16 +163,6 @@ async def test_a_tool_may_return_an_image():
     assert [media.hash for media in trace.graph.media] == [IMAGE.hash]
 
 
-SERVER = """
-import mcp.server.mcpserver as server
-sandbox = server.MCPServer("sandbox")
-@sandbox.tool()
-def shout(text: str) -> str:
-    return text.upper()
-sandbox.run()
-"""
-
-
 @pytest.mark.process
 async def test_tools_of_mcp_servers_that_the_config_names_are_served_too():
     async def agent(endpoint):
@@ -179,7 +170,7 @@ async def test_tools_of_mcp_servers_that_the_config_names_are_served_too():
             assert "shout" in [tool.name for tool in (await client.list_tools()).tools]
             assert get_text(await client.call_tool("shout", {"text": "hi"})) == "HI"
 
-    trace = await run_agent(agent, mcp={"sandbox": {"command": [sys.executable, "-c", SERVER]}})
+    trace = await run_agent(agent, mcp={"sandbox": {"command": [sys.executable, "-S", mcp_server.__file__]}})
     assert not trace.errors
 
 

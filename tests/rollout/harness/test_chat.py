@@ -8,6 +8,7 @@ import ramify as rf
 from ramify.core.errors import ConfigInvalid, EnvironmentFault
 from ramify.rollout.harness.base import build_initial_messages, join_prompt_text
 from ramify.trace import Media, MediaPart, TextPart
+from tests.support import mcp_server
 from tests.support.attempts import (
     TASK,
     OneTask,
@@ -18,15 +19,6 @@ from tests.support.attempts import (
     tool_call,
 )
 from tests.support.images import make_media
-
-SERVER = """
-import mcp.server.mcpserver as server
-sandbox = server.MCPServer("sandbox")
-@sandbox.tool()
-def shout(text: str) -> str:
-    return text.upper()
-sandbox.run()
-"""
 
 
 class Adding(OneTask):
@@ -196,7 +188,7 @@ async def test_invalid_prompt_message_is_reported_with_its_index():
 
 @pytest.mark.process
 async def test_mcp_tools_are_added_to_the_tasksets_tools():
-    harness = {"mcp": {"sandbox": {"command": [sys.executable, "-c", SERVER]}}}
+    harness = {"mcp": {"sandbox": {"command": [sys.executable, "-S", mcp_server.__file__]}}}
     trace = await run_one(
         load_env(Adding, harness=harness),
         [tool_call("shout", text="hi") + tool_call("add", a=1, b=1), "ok"],
