@@ -26,14 +26,15 @@ from ramify.rollout.runtime.template import SandboxTemplate
 from tests.rollout.runtime.container_image import IMAGE
 from tests.rollout.runtime.prime_fake import PrimeFake
 
+PYTHON = ("python3", "-S")  # without installed packages it starts quickly
 CONTAINER_ENGINE = os.environ.get("RAMIFY_CONTAINER_ENGINE", "")
 
 
 class ForkedRuntime(SandboxRuntime):
     """A sandbox that is a fork of a template of its own."""
 
-    def __init__(self, config: SandboxRuntimeConfig, modules: tuple[str, ...] = ("json",)) -> None:
-        self.template = SandboxTemplate(config, PreloadConfig(("python3",), modules, {}))
+    def __init__(self, config: SandboxRuntimeConfig) -> None:
+        self.template = SandboxTemplate(config, PreloadConfig(PYTHON, ("json",), {}))
         super().__init__(config, self.template)
 
     async def start(self, task: Task) -> None:

@@ -220,7 +220,7 @@ async def test_exposed_server_is_reachable(kind):
         async with server, open_runtime(kind, **settings) as runtime:
             url = await runtime.expose(f"http://127.0.0.1:{port}/v1")
             script = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1] + '/x', timeout=5).read().decode())"
-            result = await runtime.run(["python3", "-c", script, url], timeout=20)
+            result = await runtime.run(["python3", "-S", "-c", script, url], timeout=20)
             assert result.stdout == b"answer to /v1/x\n", result
 
 

@@ -21,7 +21,7 @@ from ramify.rollout.runtime import SandboxRuntime, SandboxRuntimeConfig
 from ramify.rollout.runtime.config import PreloadConfig
 from ramify.rollout.runtime.running_sandbox import BwrapSandbox
 from ramify.rollout.runtime.template import SandboxTemplate, TemplateTimeouts, find_isolation_problem, read_namespaces
-from tests.rollout.runtime.conftest import open_runtime, skip_unless_available
+from tests.rollout.runtime.conftest import PYTHON, open_runtime, skip_unless_available
 from tests.rollout.runtime.test_sandbox import CALLS, NUMBERS, RECENT_CALLS
 from tests.support.attempts import OneTask, load_env
 
@@ -36,7 +36,7 @@ def needs_sandbox():
     skip_unless_available("forked")
 
 
-async def run_agent(runtime, script: str, *arguments: str, command=("python3",), **options):
+async def run_agent(runtime, script: str, *arguments: str, command=PYTHON, **options):
     """Run a script as the agent's program."""
     await runtime.write("agent.py", script)
     process = await runtime.spawn_agent([*command, "agent.py", *arguments], **options)
@@ -51,7 +51,7 @@ async def open_template(tmp_path=None, source: str = "", timeouts=None, **settin
         settings["read_only"] = [f"{tmp_path}:/packages"]
     config = SandboxRuntimeConfig(**settings)
     modules, env = (("preloaded_module",), {"PYTHONPATH": "/packages"}) if tmp_path else (("json",), {})
-    template = SandboxTemplate(config, PreloadConfig(("python3",), modules, env), timeouts)
+    template = SandboxTemplate(config, PreloadConfig(PYTHON, modules, env), timeouts)
 
     @contextlib.asynccontextmanager
     async def open_one():
@@ -143,9 +143,9 @@ async def test_program_ends_as_after_a_start_from_nothing():
                 result = await run_agent(runtime, script)
                 outcomes[name] = (result.returncode, result.stdout, result.stderr)
             outcomes["file"] = await runtime.read("left")
-            process = await runtime.spawn_agent(["python3", "-m", "neighbour", "x"])
+            process = await runtime.spawn_agent([*PYTHON, "-m", "neighbour", "x"])
             outcomes["module"] = await process.wait(20)
-            missing = await (await runtime.spawn_agent(["python3", "missing.py"])).wait(20)
+            missing = await (await runtime.spawn_agent([*PYTHON, "missing.py"])).wait(20)
             outcomes["missing"] = (missing.returncode, b"can't open file" in missing.stderr)
             results.append(outcomes)
     assert results[1] == results[0]
@@ -163,7 +163,7 @@ print("started", flush=True)
 time.sleep(1000)
 """
         await runtime.write("agent.py", script)
-        process = await runtime.spawn_agent(["python3", "agent.py"])
+        process = await runtime.spawn_agent([*PYTHON, "agent.py"])
         result = await process.wait(1.0)
         assert result.timed_out and result.stdout == b"started\n"
         listing = await runtime.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=20)
@@ -280,11 +280,6 @@ PRINT_STATES = """
 import os, random, ssl, tempfile, uuid
 states = [random.random(), ssl.RAND_bytes(8).hex(), str(uuid.uuid4()), os.urandom(8).hex()]
 states.append(next(tempfile._get_candidate_names()))
-try:
-    import numpy
-    states.append(numpy.random.random())
-except ImportError:
-    pass
 print(states)
 """
 

@@ -17,7 +17,8 @@ from ramify.processes.child import ChildProcess
 from ramify.processes.log import ProcessLog
 from ramify.rollout.runtime.sandbox_process import create_sealed_file
 from ramify.trace import Trace
-from tests.rollout.runtime.conftest import open_runtime, skip_unless_available
+from tests.rollout.runtime.conftest import PYTHON, open_runtime, skip_unless_available
+from tests.rollout.runtime.test_sandbox import SAME_IN_FORKS
 from tests.support.attempts import OneTask, error_names, load_env, run_one_async
 
 pytestmark = [pytest.mark.process, pytest.mark.promise]
@@ -52,7 +53,7 @@ for path in glob.glob("/proc/[0-9]*/fd/*") + glob.glob("/proc/[0-9]*/exe"):
 async def test_no_open_file_of_a_sandbox_is_on_the_machines_disk(sandbox_kind):
     async with open_runtime(sandbox_kind) as runtime:
         await runtime.spawn(["sleep", "1000"])  # its standard files count too
-        result = await runtime.run(["python3", "-c", LIST_OPEN_FILES], timeout=20)
+        result = await runtime.run(["python3", "-S", "-c", LIST_OPEN_FILES], timeout=20)
         assert (result.returncode, result.text) == (0, ""), result
 
 
@@ -143,8 +144,8 @@ async def test_agent_takes_neither_the_connections_nor_the_time_of_its_neighbour
 
     async with asyncio.timeout(100):
         async with Gateway() as gateway:
-            attack = asyncio.create_task(run(gateway, TAKES_MEMORY_AND_TIME, "python3", "agent.py"))
-            neighbours = [await run(gateway, SCRIPT_AGENT, "python3", "agent.py", "openai", "-") for _ in range(2)]
+            attack = asyncio.create_task(run(gateway, TAKES_MEMORY_AND_TIME, *PYTHON, "agent.py"))
+            neighbours = [await run(gateway, SCRIPT_AGENT, *PYTHON, "agent.py", "openai", "-") for _ in range(2)]
             attacker = await attack
         assert [error_names(trace) for trace in neighbours] == [[], []]
         assert attacker.info["program"]["stdout"] == "refused connections: True\n8 MB of text: 400\n", attacker.info
@@ -183,7 +184,7 @@ async def test_rollout_whose_sandbox_is_killed_is_not_scored():
             await asyncio.sleep(0.02)
 
     async with asyncio.timeout(60):
-        command = ["sh", "-c", f"python3 agent.py openai go; sleep {nap}"]
+        command = ["sh", "-c", f"python3 -S agent.py openai go; sleep {nap}"]
         harness = {"id": "program", "command": command, "prompt": "stdin", "files": {"agent.py": SCRIPT_AGENT}}
         env = load_env(OneTask, harness=harness, runtime={"id": "sandbox"})
         killer = asyncio.create_task(kill_sandbox())
@@ -215,9 +216,10 @@ for attack in (
 """
 
 
+@SAME_IN_FORKS
 async def test_agent_cannot_end_its_sandbox(sandbox_kind):
     async with open_runtime(sandbox_kind) as runtime:
-        result = await runtime.run(["python3", "-c", ATTACKS_ON_THE_FIRST_PROGRAM], timeout=20)
+        result = await runtime.run(["python3", "-S", "-c", ATTACKS_ON_THE_FIRST_PROGRAM], timeout=20)
         assert result.text.splitlines() == ["Operation not permitted"] * 2 + ["Permission denied"] * 3
         await runtime.run("kill -9 -1", timeout=20)
         assert (await runtime.run("echo alive", timeout=20)).text == "alive\n"
