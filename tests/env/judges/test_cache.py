@@ -48,12 +48,12 @@ async def test_a_damaged_file_is_a_miss(tmp_path):
 
 
 async def test_the_oldest_replies_are_deleted(tmp_path):
-    cache, keys = ReplyCache(tmp_path, 100_000), [compute_cache_key(number) for number in range(200)]
+    cache, keys = ReplyCache(tmp_path, 40_000), [compute_cache_key(number) for number in range(80)]
     for age, key in enumerate(reversed(keys)):
         await cache.write(key, "x" * 1000)
         for path in tmp_path.glob(f"*/{key}.json"):
             os.utime(path, (1e9 + age, 1e9 + age))
-        assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 100_000 * (1 + 1 / 16) + 2000
+        assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 40_000 * (1 + 1 / 16) + 2000
     assert await cache.read(keys[0]) is not None  # the newest
     assert await cache.read(keys[-1]) is None
 
@@ -81,10 +81,9 @@ def test_killed_writers_leave_only_complete_replies(tmp_path):
     script = tmp_path / "writer.py"
     script.write_text(WRITER)
     directory = tmp_path / "cache"
-    for num_writes in (20, 57):
-        writers = [
-            subprocess.Popen([sys.executable, str(script), str(directory)], stdout=subprocess.PIPE) for _ in range(2)
-        ]
+    for num_writers, num_writes in ((1, 20), (2, 57)):
+        command = [sys.executable, str(script), str(directory)]
+        writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(num_writers)]
         for writer in writers:
             assert writer.stdout is not None
             for _ in range(num_writes):

@@ -11,7 +11,7 @@ from tests.support.fencing_simulation import HORIZON, KILL_DELAY, TERMS, Fault, 
 
 pytestmark = pytest.mark.promise
 
-NUM_SCHEDULES = 10_000 if os.environ.get("RAMIFY_FULL") else 200
+NUM_SCHEDULES = 10_000 if os.environ.get("RAMIFY_FULL") else 100
 MAX_OVERLAP = KILL_DELAY / (1 - TERMS.max_drift)
 KINDS = ["cut", "pause_machine", "pause_process", "kill_process", "restart_head", "new_head", "lose_head"]
 
