@@ -71,7 +71,9 @@ def test_outputs_outside_of_the_work_directory_are_refused(path):
         rf.Task(prompt="go", outputs=(path,))
 
 
-@pytest.mark.parametrize("runtime", ["local", "sandbox"])
+@pytest.mark.parametrize(
+    "runtime", ["local", pytest.param("sandbox", marks=pytest.mark.full("both runtimes copy with `SandboxFiles`"))]
+)
 @pytest.mark.parametrize(
     "command",
     [

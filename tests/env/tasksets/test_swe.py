@@ -115,7 +115,8 @@ async def test_fix_scores_one_and_no_change_zero(tmp_path, row):
     solved = await run_agent(tmp_path, row, files={"calc.py": FIXED})
     assert (solved.reward, solved.errors) == (1.0, [])
     assert solved.info["tests"] == {"unpassed": {}, "count": 2, "removed": []}
-    assert (await run_agent(tmp_path, row)).reward == 0.0
+    if row is SCALE_SWE:  # the wrong fix below is of the other kind
+        assert (await run_agent(tmp_path, row)).reward == 0.0
 
 
 def test_limits_of_tests_and_patch_are_within_those_of_their_phases(tmp_path):
@@ -133,7 +134,13 @@ async def test_wrong_fix_names_the_test(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("row", [SWE_BENCH, SCALE_SWE], ids=["swe-bench", "scale-swe"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(SWE_BENCH, id="swe-bench"),
+        pytest.param(SCALE_SWE, id="scale-swe", marks=pytest.mark.full("a fix of such a row is scored above")),
+    ],
+)
 async def test_gold_patch_is_valid(tmp_path, row):
     runtime = {"id": LOCAL_IMAGES, "env": {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}}  # plugins are slow to import
     source = SourceConfig(taskset=write_rows(tmp_path, row), runtime=runtime)
@@ -161,13 +168,13 @@ async def test_committed_fix_counts(tmp_path):
 ATTACKS = {
     "exit": {"calc.py": "import os\nos._exit(0)\n"},
     "conftest": {"conftest.py": "def pytest_runtest_makereport(item, call):\n    raise SystemExit(0)\n", "a.txt": "a"},
-    "patched outcome": {
+    "patched outcome of own tests": {
+        "tests/test_calc.py": "def test_add(): pass\ndef test_zero(): pass\n",
         "tests/conftest.py": "import pytest\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport():\n"
         "    result = yield\n    result.get_result().outcome = 'passed'\n",
         "a.txt": "a",
     },
     "patched pytest": {"pytest.py": "main = lambda args: 0\n", "json.py": "dumps = None\n", "a.txt": "a"},
-    "own tests": {"tests/test_calc.py": "def test_add(): pass\ndef test_zero(): pass\n", "a.txt": "a"},
     "patched function of pytest": {
         "calc.py": "from _pytest.runner import CallInfo\nfrom_call = CallInfo.from_call\n"
         "def passes(func, *args, **kwargs):\n    return from_call(lambda: None, *args, **kwargs)\n"

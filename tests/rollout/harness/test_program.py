@@ -24,10 +24,11 @@ from tests.support.images import make_media
 pytestmark = pytest.mark.process
 
 AGENT = (Path(__file__).parent / "script_agent.py").read_text()
-COMMAND = ["python3", "agent.py", "openai"]
+RUNTIMES = ["local", "sandbox", "container"]
+COMMAND = ["python3", "-S", "agent.py", "openai"]
 
 
-@pytest.fixture(params=["local", "sandbox", "container"])
+@pytest.fixture(params=RUNTIMES)
 def runtime(request) -> str:
     skip_unless_available(request.param)
     return request.param
@@ -50,14 +51,23 @@ async def run_program(script, *, taskset=OneTask, runtime: str = "local", files=
 # -- a rollout --------------------------------------------------------------------------------------------------------
 
 
+PROMPTS = [
+    ("arg", COMMAND),
+    ("arg", [*COMMAND, "{prompt}"]),
+    ("stdin", [*COMMAND, "-"]),
+    ("file", [*COMMAND, "@{prompt_file}"]),
+]
+OTHERS_IN_SANDBOX = pytest.mark.full("the runtime is tested with a file, the prompt in the local runtime")
+
+
 @pytest.mark.parametrize(
-    ("prompt", "command"),
+    ("runtime", "prompt", "command"),
     [
-        ("arg", COMMAND),
-        ("arg", [*COMMAND, "{prompt}"]),
-        ("stdin", [*COMMAND, "-"]),
-        ("file", [*COMMAND, "@{prompt_file}"]),
+        pytest.param(runtime, *case, marks=OTHERS_IN_SANDBOX if runtime == "sandbox" and case[0] != "file" else ())
+        for runtime in RUNTIMES
+        for case in PROMPTS
     ],
+    indirect=["runtime"],
 )
 async def test_the_program_gets_the_prompt_and_its_call_is_recorded(runtime, prompt, command):
     trace = await run_program(["forty-two"], taskset=Files, runtime=runtime, prompt=prompt, command=command)
@@ -72,14 +82,14 @@ async def test_the_program_gets_the_prompt_and_its_call_is_recorded(runtime, pro
 
 
 async def test_a_title_is_not_the_last_reply_about_the_task():
-    calls = "python3 agent.py openai 'Be brief.\n\ngo'; python3 agent.py openai 'Write a title.'"
+    calls = "python3 -S agent.py openai 'Be brief.\n\ngo'; python3 -S agent.py openai 'Write a title.'"
     trace = await run_program(["forty-two", "A title"], command=["sh", "-c", calls], prompt="stdin")
     assert trace.last_reply == "A title"
     assert trace.info["program"]["reply"] == "forty-two"
 
 
 async def test_the_program_may_use_anthropics_variables():
-    trace = await run_program(["forty-two"], command=["python3", "agent.py", "anthropic"])
+    trace = await run_program(["forty-two"], command=["python3", "-S", "agent.py", "anthropic"])
     assert list_messages(trace) == [("user", "Be brief.\n\ngo"), ("assistant", "forty-two")]
 
 
@@ -199,7 +209,7 @@ async def test_a_program_that_gives_up_after_a_failed_call_is_not_blamed():
 
 
 async def test_an_exhausted_budget_is_the_stop_reason():
-    harness = {"id": "program", "command": ["sh", "-c", "python3 agent.py openai a && python3 agent.py openai b"]}
+    harness = {"id": "program", "command": ["sh", "-c", "python3 -S agent.py openai a && python3 -S agent.py openai b"]}
     env = load_env(OneTask, harness={**harness, "files": {"agent.py": AGENT}}, max_turns=1)
     async with Gateway() as gateway:
         trace = await run_one(env, ["one", "two"], gateway=gateway)
@@ -227,7 +237,7 @@ async def test_a_stop_hook_ends_the_program():
         def enough(self, trace: rf.Trace) -> bool:
             return trace.last_reply == "two"
 
-    command = ["sh", "-c", "for i in 1 2 3; do python3 agent.py openai $i; done; sleep 1000"]
+    command = ["sh", "-c", "for i in 1 2 3; do python3 -S agent.py openai $i; done; sleep 1000"]
     trace = await run_program(["one", "two", "three"], taskset=Stopping, command=command)
     assert (trace.stop, trace.num_turns, trace.errors) == ("enough", 2, [])
 
@@ -256,9 +266,9 @@ class Counting(OneTask):
 
 
 async def test_the_program_calls_tools_from_inside_the_runtime(runtime):
-    calls = """python3 agent.py openai go; python3 tools.py
-        python3 tools.py add '{"amount": 2}'; python3 tools.py add '{"amount": 3}'; python3 tools.py look; ls *.png
-        python3 tools.py add '{"amount": "many"}' || echo failed"""
+    calls = """py="python3 -S"; $py agent.py openai go; $py tools.py
+        $py tools.py add '{"amount": 2}'; $py tools.py add '{"amount": 3}'; $py tools.py look; ls *.png
+        $py tools.py add '{"amount": "many"}' || echo failed"""
     copy_files = {"tools.py": "src/ramify/rollout/harness/tool_client.py"}
     trace = await run_program(
         ["forty-two"], taskset=Counting, runtime=runtime, command=["sh", "-c", calls], copy_files=copy_files
@@ -292,7 +302,7 @@ async def test_a_stop_hook_ends_the_program_after_a_tool_call():
         def enough(self, state) -> bool:
             return state.total >= 2
 
-    calls = """python3 agent.py openai go; python3 tools.py add '{"amount": 2}'; sleep 1000"""
+    calls = """python3 -S agent.py openai go; python3 -S tools.py add '{"amount": 2}'; sleep 1000"""
     copy_files = {"tools.py": "src/ramify/rollout/harness/tool_client.py"}
     trace = await run_program(["forty-two"], taskset=Stopping, command=["sh", "-c", calls], copy_files=copy_files)
     assert (trace.stop, trace.errors) == ("enough", [])

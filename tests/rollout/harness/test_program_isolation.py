@@ -54,7 +54,7 @@ async def test_agents_reach_only_their_own_session():
             Pair,
             harness={
                 "id": "program",
-                "command": ["python3", "agent.py"],
+                "command": ["python3", "-S", "agent.py"],
                 "prompt": "stdin",
                 "files": {"agent.py": AGENT},
             },

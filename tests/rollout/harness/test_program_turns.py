@@ -16,7 +16,7 @@ from tests.support.attempts import OneTask, error_names, list_messages, load_env
 from tests.support.images import make_media
 
 AGENT = (Path(__file__).parent / "turn_agent.py").read_text()
-COMMAND = ["python3", "agent.py", "{turn}"]
+COMMAND = ["python3", "-S", "agent.py", "{turn}"]
 
 
 class Guest(rf.User):
@@ -70,7 +70,7 @@ async def test_the_users_message_continues_the_programs_conversation_in_one_bran
 @pytest.mark.process
 @pytest.mark.parametrize("prompt", ["stdin", "file"])
 async def test_arguments_that_continue_are_added_from_the_second_turn_on(prompt):
-    command = ["python3", "agent.py", *(["--file", "{prompt_file}"] if prompt == "file" else [])]
+    command = ["python3", "-S", "agent.py", *(["--file", "{prompt_file}"] if prompt == "file" else [])]
     trace = await talk(["a", "b", "c"], command=command, prompt=prompt, continue_args=["--continue"])
     assert not trace.errors
     assert [text for role, text in list_messages(trace) if role == "user"] == ["Be brief.\n\ngo", "Now 1.", "Now 2."]
@@ -87,7 +87,7 @@ async def test_the_user_speaks_first_if_the_task_has_no_prompt():
 
 @pytest.mark.process
 async def test_files_are_written_once_unless_they_hold_the_message():
-    read = "cat note.txt question.txt; echo changed > note.txt; python3 agent.py {turn} '{prompt}'"
+    read = "cat note.txt question.txt; echo changed > note.txt; python3 -S agent.py {turn} '{prompt}'"
     files = {"agent.py": AGENT, "note.txt": "first\n", "question.txt": "{turn}: {prompt}\n"}
     trace = await talk(["a", "b", "c"], command=["sh", "-c", read], files=files)
     assert trace.info["program"]["stdout"] == "changed\n3: Now 2.\nturn 3: c\n"
@@ -133,14 +133,14 @@ async def test_the_timeout_ends_a_user_that_does_not_answer():
 
 @pytest.mark.process
 async def test_a_program_that_fails_in_a_later_turn_is_scored():
-    trace = await talk(["a", "b"], command=["sh", "-c", "python3 agent.py {turn} '{prompt}'; exit $(({turn} - 1))"])
+    trace = await talk(["a", "b"], command=["sh", "-c", "python3 -S agent.py {turn} '{prompt}'; exit $(({turn} - 1))"])
     assert (trace.stop, trace.errors, trace.info["program"]["exit_code"]) == ("exit", [], 1)
     assert trace.info["replies"] == [[1, "a"]]
 
 
 @pytest.mark.process
 async def test_a_turn_without_a_reply_ends_the_conversation():
-    trace = await talk(["a"], command=["sh", "-c", "[ {turn} -gt 1 ] || python3 agent.py {turn} '{prompt}'"])
+    trace = await talk(["a"], command=["sh", "-c", "[ {turn} -gt 1 ] || python3 -S agent.py {turn} '{prompt}'"])
     assert (trace.stop, trace.errors, trace.num_turns) == ("done", [], 1)
     assert trace.info["replies"] == [[1, "a"]]
 

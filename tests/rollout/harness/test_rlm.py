@@ -57,9 +57,17 @@ def runtime(request) -> str:
     return request.param
 
 
+LOCAL = pytest.mark.parametrize(
+    "runtime",
+    ["local", pytest.param("sandbox", marks=pytest.mark.full("other tests run code in the REPL of a sandbox"))],
+    indirect=True,
+)
+
+
 # -- the REPL --------------------------------------------------------------------------------------------------------
 
 
+@LOCAL
 async def test_code_sees_the_context_and_keeps_its_variables(runtime):
     task = rf.Task(prompt="a b c", answer="c", system="Find the last letter.")
     trace = await run_rlm([python("letters = context.split()"), python("answer = letters[-1]")], task, runtime=runtime)
@@ -69,6 +77,7 @@ async def test_code_sees_the_context_and_keeps_its_variables(runtime):
     assert list_messages(trace)[1] == ("user", "Find the last letter.\n\na b c")
 
 
+@LOCAL
 async def test_output_is_that_of_prints_child_processes_and_the_last_expression(runtime):
     code = (
         "import subprocess, sys\nprint('one')\nsubprocess.run(['echo', 'two'])\nprint('three', file=sys.stderr)\n4 + 0"
@@ -77,6 +86,7 @@ async def test_output_is_that_of_prints_child_processes_and_the_last_expression(
     assert outputs(trace) == ["one\ntwo\nthree\n4\n"]
 
 
+@LOCAL
 async def test_tools_of_the_taskset_are_functions_and_can_be_called_directly(runtime):
     code = "import json\ncount(1)\nprint(json.loads(count(step=2))['count'], count('x'), sep='|')"
     trace = await run_rlm([python(code), tool_call("count", step=1), "FINAL(42)"], runtime=runtime)
@@ -265,6 +275,7 @@ async def test_a_policy_that_ends_its_repl_too_often_ends_the_rollout():
     assert "2 times" in trace.errors[0].message
 
 
+@LOCAL
 async def test_code_that_runs_too_long_is_interrupted_and_variables_are_kept(runtime):
     code = "x = 1\nimport time\ntime.sleep(60)"
     trace = await run_rlm([python(code), python("print(x)"), "ok"], harness={"run_timeout": 2}, runtime=runtime)
