@@ -215,9 +215,9 @@ def _read_key_texts(model: type[BaseModel]) -> dict[str, str]:
 
 @cache
 def _parse_classes(module: str) -> dict[str, list[ast.stmt]]:
-    """Return the statements of each top-level class of a module; none if the module has no source."""
+    """Return the statements of each class of a module; none if it has no source, as one that is created at run time."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):
         return {}
-    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
