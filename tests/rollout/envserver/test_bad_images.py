@@ -40,7 +40,7 @@ def run_in_worker(engine, fork_client, tmp_path, model: str, contents: list) -> 
         try:
             await wait_until(lambda: len(server.pool._ready_workers()) == 1, "a worker")
             await client.run({"prompt": "send", "contents": [show(RED)]}, id="first", timeout=60)
-            worker = max(psutil.Process().children(recursive=True), key=lambda process: process.create_time())
+            worker = psutil.Process(server.pool._ready_workers()[0].pid)
             before = worker.memory_info().rss
             task = {"prompt": "send", "contents": contents}
             result = await client.run(task, id="second", timeout=60)
