@@ -81,6 +81,11 @@ def test_advice_does_not_ask_for_gpus_that_are_not_there():
         plan_run(build_run("org/Some-700B"), [build_machine(1)])
 
 
+def test_more_gpus_for_the_trainer_are_advised_where_its_machine_has_them():
+    with pytest.raises(ClusterTooSmall, match=r"or with --launch.trainer_gpus 3 \(at least [56]\d\.\d GiB of a GPU\)"):
+        plan_run(build_run("org/Some-8B"), [build_machine(4)])
+
+
 def test_a_base_in_4_bits_is_advised_where_trainer_and_engine_then_fit():
     advised = r"would fit with --trainer.lora.enabled true --model.quantize 4bit \(at least 1\d\.\d GiB of a GPU\)"
     with pytest.raises(ClusterTooSmall, match=advised):
@@ -277,6 +282,7 @@ def test_what_the_user_set_is_listed_with_the_chosen_sizes():
     assert any(line.startswith("trainer.recompute_layers = 0: of ") for line in reasons)
 
 
+@pytest.mark.process  # the plan says whether vLLM is installed
 def test_vllm_beside_the_trainer_gets_what_the_trainer_leaves():
     def plan(gib: float, **inference) -> tuple[RunConfig, MemoryUse, list[str]]:
         run = build_run("org/Some-4B", seq_len=2048, inference={"engine": "vllm", **inference}, trainer=LORA)
@@ -332,6 +338,7 @@ def test_vllm_that_holds_few_requests_gets_all_of_its_gpu():
     assert path_bytes <= use.kv_cache < 2 * path_bytes
 
 
+@pytest.mark.process  # the plan says whether vLLM is installed
 def test_vllm_with_an_unknown_model_has_the_default_fraction():
     planned, placement = plan_run(build_run("org/unknown", inference={"engine": "vllm"}), [build_machine(1)])
     assert (planned.inference.gpu_memory_utilization, planned.inference.memory_fraction) == ("auto", 0.4)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from ramify.core.errors import ConfigInvalid
 from ramify.launch import run_checks
 from ramify.launch.process_configs import build_serve_config, build_trainer_config
-from ramify.launch.run_checks import check_run
+from ramify.launch.run_checks import check_run, list_model_notes
 from ramify.launch.run_directory import prepare_run_directory
-from ramify.model.resolve import read_vocab_size, resolve_model_path
+from ramify.model.resolve import always_runs, read_vocab_size, resolve_model_path
 from ramify.orchestrate.run_config import RunConfig
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("check_plugins_in_process")]
@@ -79,6 +80,32 @@ def test_vllm_is_refused_for_a_model_of_which_only_the_text_part_is_trained(tmp_
         ConfigInvalid, match=r"inference.engine: vLLM loads the whole model, but only its text part is published"
     ):
         check_run(run, dry_run=True)
+
+
+def test_families_that_always_run_are_not_checked_with_transformers(tmp_path):
+    """The import takes seconds."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for settings, is_known in (
+        ({"model_type": "qwen3"}, True),
+        ({"model_type": "qwen3", "quantization_config": {}}, False),
+        ({"model_type": "gpt_oss"}, False),
+        ({"model_type": []}, False),
+        ([], False),
+    ):
+        (model / "config.json").write_text(json.dumps(settings))
+        assert always_runs(model) == is_known
+
+
+def test_vllm_that_is_not_installed_is_refused_and_noted_in_a_dry_run(tmp_path):
+    missing = str(tmp_path / "python")
+    for python, text in ((sys.executable, "has no package vllm"), (missing, "No such file or directory")):
+        run = config(tmp_path, inference={"engine": "vllm", "python": python})
+        with pytest.raises(ConfigInvalid, match=f"inference.python: {python}: {text}"):
+            check_run(run)
+        check_run(run, dry_run=True)
+        [note] = list_model_notes(run)
+        assert note.startswith(f"note: inference.python: {python}: {text}")
 
 
 def test_adapters_of_other_servers_are_merged(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ramify.core.errors import ModelUnsupported
 from ramify.launch.run_checks import check_run
 from ramify.model.load import load_engine_model
 from ramify.model.pack_layout import choose_pack_layout
+from ramify.model.resolve import resolve_model_path
 from ramify.model.support import CHECKED_WHEN_LOADED, NOT_TESTED, REFUSED, TESTED, read_model_support
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.build import build_trainer
@@ -109,12 +111,29 @@ def test_the_trainer_refuses_a_family_before_it_reads_weights(tmp_path, weights)
         lambda: load_policy(directory),
         lambda: build_trainer(directory, TrainerConfig(), SINGLE_RANK),
         lambda: run_sft(sft_config),
-        *([lambda: check_run(rl_config)] if weights is None else []),  # else the run's trainer reports it
+        lambda: check_run(rl_config),
     ]
     for start in starts:
         with pytest.raises(ModelUnsupported, match="deepseek_v3 has latent keys"):
             start()
     assert not list(tmp_path.glob("**/*.sqlite")) and not (tmp_path / "sft").exists()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_run_refuses_an_unsupported_model_before_anything_starts(tmp_path, dry_run, check_plugins_in_process):
+    def check(model_type, **more):
+        directory = tmp_path / model_type
+        shutil.copytree(resolve_model_path("tiny"), directory, dirs_exist_ok=True)  # with weights, of another model
+        AutoConfig.for_model(model_type).save_pretrained(directory)
+        source = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+        run = RunConfig(name="rl", output=tmp_path, model={"name": str(directory)}, train=[source], **more)
+        check_run(run, dry_run=dry_run)
+
+    with pytest.raises(ModelUnsupported, match="kimi_linear has latent keys"):
+        check("kimi_linear")
+    with pytest.raises(ModelUnsupported, match=r"falcon_h1 has layers that the engine .*; inference.engine = .vllm"):
+        check("falcon_h1")
+    check("falcon_h1", inference={"engine": "external", "base_url": ["http://localhost:8000"]})
 
 
 def test_quantized_weights_are_refused_by_name(tmp_path):
@@ -151,3 +170,16 @@ def test_doctor_names_the_family_of_a_config_that_cannot_be_loaded(tmp_path, cap
     assert main(["doctor", "--model", str(tmp_path), "--json"]) == 1
     row = json.loads(capsys.readouterr().out)
     assert row["model_type"] == family and row["tested"] == NOT_TESTED
+
+
+def test_doctor_advises_vllm_only_where_a_run_accepts_it(tmp_path, capsys):
+    for model_type, is_advised in (("falcon_h1", True), ("deepseek_v3", False), ("qwen3_5_moe", False)):
+        AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+        main(["doctor", "--model", str(tmp_path)])
+        assert ("vllm" in capsys.readouterr().out) == is_advised, model_type
+
+
+def test_doctor_says_which_value_of_a_config_is_wrong(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    assert main(["doctor", "--model", str(tmp_path), "--json"]) == 1
+    assert re.search(r"field 'hidden_size': .*'wide'", capsys.readouterr().out)

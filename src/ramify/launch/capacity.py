@@ -310,7 +310,10 @@ def find_long_path_warning(config: RunConfig, placement: RunPlacement) -> str | 
 
 
 def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> str:
-    """Return the flags with which the run would fit: on the same nodes, with LoRA, and on a machine with more GPUs."""
+    """Return the flags with which the run would fit: on the same nodes, also with LoRA, or on a machine with more GPUs.
+
+    On the same machine, the trainer may also get more of the GPUs.
+    """
     node, alternatives, fitting = nodes[0], list[str](), list[Settings]()
 
     def add_option(settings: Settings, where: str = "", on: Sequence[ClusterNode] = nodes) -> bool:
@@ -329,7 +332,7 @@ def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: F
             alternatives.append(f"{flags}{where}" + (f" (at least {needed / GIB:.1f} GiB of a GPU)" if needed else ""))
         return choice.is_fitting
 
-    savings = _list_savings(config)
+    savings, launch = _list_savings(config), config.launch
     if not any(add_option({key: value}) for key, value in savings.items()) and len(savings) > 1:
         add_option(savings)
     adapters = savings if config.trainer.lora.enabled else {**savings, "trainer.lora.enabled": True}
@@ -338,6 +341,10 @@ def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: F
         add_option(adapters)
     lengths = (config.seq_len >> shift for shift in range(1, 8))
     any(add_option({**savings, "seq_len": length}) for length in lengths if length >= MIN_SEQ_LEN)
+    if node.allows_sharing and launch.gpu_placement == "auto" and launch.trainer_gpus is None:
+        divisions: list[Settings] = [{"launch.trainer_gpus": count} for count in range(2, int(node.num_gpus))]
+        divisions += [{"launch.gpu_placement": "colocated"}] if node.num_gpus > 1 else []
+        any(add_option({**savings, **division}) for division in divisions)
     for num_gpus in TRIED_GPUS if node.allows_sharing and node.num_gpus else ():
         where = f" on {num_gpus} GPUs (--assume-gpus {num_gpus}x{node.gpu_memory / GIB:g})"
         more = [dataclasses.replace(node, num_gpus=num_gpus)]

@@ -9,6 +9,7 @@ model is loaded are left to the run.
 """
 
 import contextlib
+import subprocess
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from ramify.launch.sink_threads import check_sinks_installed
 from ramify.model.image_support import find_rank_problem
 from ramify.model.render import load_renderer
 from ramify.model.resolve import (
+    always_runs,
     fetch_config,
     fetch_model,
     has_weights,
@@ -41,11 +43,13 @@ from ramify.run.store.run_store import DATABASE_NAME
 from ramify.run.supervisor_lock import lock_run
 from ramify.train.weights_directory import WEIGHTS_DIR
 
+FIND_TIMEOUT = 60.0  # seconds for another interpreter to find a package
+
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
     """Download or export models. Raise ConfigInvalid with all problems, also in plugin tables.
 
-    Raises ModelUnsupported if the weights are not on this machine and the config shows that it cannot be trained.
+    Raises ModelUnsupported if the model's config shows that it cannot be trained or sampled.
     """
     if problems := find_run_problems(config, dry_run=dry_run):
         raise_with_plugin_problems(config, problems)
@@ -54,17 +58,16 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
 def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[ConfigProblem]:
     """Download or export models that are not here, and return the problems of models, ranks and packages.
 
-    A dry run needs no model. Otherwise raises ModelUnsupported if the weights are not on this machine and the config
-    shows that the model cannot be trained.
+    A dry run needs no model. Raises ModelUnsupported if the model's config shows that it cannot be trained or sampled.
     """
-    if not dry_run:
-        _check_support_before_download(config)
+    _check_model_support(config, dry_run=dry_run)
     problems = [*_find_rank_problems(config), *_find_sink_problems(config), *_find_adapter_problems(config)]
     problems += [*_find_vllm_problems(config), *_find_weight_problems(config)]
     if not dry_run:
         problems += [
             ConfigProblem(key, text) for key, name, text in list_missing_models(config) if not is_fetchable(name)
         ]
+        problems += [ConfigProblem("inference.python", text) for text in _find_missing_vllm(config)]
         if not problems:  # a download or an export may take minutes
             problems += _fetch_models(config)
             # again: only now the files of a downloaded model are here
@@ -72,21 +75,18 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[Confi
     return [*problems, *_find_top_k_problems(config)]
 
 
-def _check_support_before_download(config: RunConfig) -> None:
-    """Raise ModelUnsupported if the weights are not on this machine and the config shows that it cannot be trained.
+def _check_model_support(config: RunConfig, *, dry_run: bool) -> None:
+    """Raise ModelUnsupported if the model's config shows that the trainer or a native engine refuses it.
 
-    A model with weights is checked by the processes that load it, because the check takes seconds of imports.
+    Of a hub id, the config is downloaded, but not by a dry run.
     """
     name = config.model.name
     try:
-        if has_weights(resolve_model_path(name)):
-            return
-    except ModelNotFound:
-        if not is_hub_id(name):  # a name that is neither here nor on the hub is another problem
-            return
-    with contextlib.suppress(ModelNotFound):
-        directory = fetch_config(name)
-        from ramify.model.support import check_model_supported  # transformers, and with it torch
+        directory = fetch_config(name) if is_hub_id(name) and not dry_run else resolve_model_path(name)
+    except ModelNotFound:  # which is another problem
+        return
+    if not always_runs(directory):
+        from ramify.model.support import check_model_supported  # transformers, and with it torch: seconds
 
         check_model_supported(directory, by_engine=isinstance(config.inference, EngineConfig))
 
@@ -171,6 +171,23 @@ def _find_vllm_problems(config: RunConfig) -> list[ConfigProblem]:
     return []
 
 
+def _find_missing_vllm(config: RunConfig) -> list[str]:
+    """Return why the interpreter of `inference.python` cannot start vLLM, if engines run on this machine."""
+    if not isinstance(config.inference, VLLMConfig) or config.cluster.is_distributed:
+        return []
+    python = str(Path(config.inference.python).expanduser())
+    code = "import sys, importlib.util; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        subprocess.run([python, "-c", code], capture_output=True, timeout=FIND_TIMEOUT, check=True)
+    except OSError as error:
+        return [f"{python}: {error.strerror}"]
+    except subprocess.TimeoutExpired:
+        return [f"{python}: did not answer within {FIND_TIMEOUT:g} s"]
+    except subprocess.CalledProcessError:
+        return [f"{python}: has no package vllm; name the interpreter of an environment that has (docs/inference.md)"]
+    return []
+
+
 def _find_top_k_problems(config: RunConfig) -> list[ConfigProblem]:
     """Return each `top_k` that exceeds the vocabulary of a teacher that the run starts and that is here."""
     problems: list[ConfigProblem] = []
@@ -224,7 +241,10 @@ def _list_length_notes(config: RunConfig) -> list[str]:
 
 
 def list_model_notes(config: RunConfig) -> list[str]:
-    """Return a note for each model that no source uses, or that is not here: a mistyped path, or one to download."""
+    """Return a note for each model that no source uses, or that is not here, and for vLLM if it is not here.
+
+    A model that is not here is a mistyped path, or one to download.
+    """
     unused = [
         f"note: no source uses models.{name}; name it as `teacher` or `reference`, or remove its table"
         for name in config.models
@@ -238,7 +258,7 @@ def list_model_notes(config: RunConfig) -> list[str]:
         for key, name, text in list_missing_models(config)
         for verb in ["downloads" if is_hub_id(name) else "exports"]
     ]
-    return [*unused, *missing]
+    return [*unused, *missing, *(f"note: inference.python: {text}" for text in _find_missing_vllm(config))]
 
 
 def list_runtime_notes(config: RunConfig) -> list[str]:
@@ -251,7 +271,7 @@ def list_runtime_notes(config: RunConfig) -> list[str]:
 def check_dry_run(config: RunConfig, *, fresh: bool = False, accept_changes: bool = False) -> None:
     """Raise what the run would raise at its start. `fresh` and `accept_changes` have the meaning that `rl` gives them.
 
-    Raises ConfigInvalid, EnvironmentChanged, EnvironmentFault or RunBusy.
+    Raises ConfigInvalid, ModelUnsupported, EnvironmentChanged, EnvironmentFault or RunBusy.
     """
     run_problems = find_run_problems(config, dry_run=True)
     if problems := [*run_problems, *_find_address_problems(config), *_find_model_problems(config)]:

@@ -12,6 +12,7 @@ OUTER_MATRIX_NAMES = ("embed", "lm_head", "wte", "wpe")  # parts of the names of
 
 
 COUNT_SETTINGS = ("num_local_experts", "num_experts", "n_routed_experts")
+ACTIVE_COUNT_SETTINGS = ("num_experts_per_tok", "num_experts_per_token")
 
 
 class ExpertCounts(NamedTuple):
@@ -25,7 +26,8 @@ def read_expert_counts(hf_config: Mapping[str, Any]) -> ExpertCounts | None:
     """Read the numbers of experts from a Hugging Face config; None if the model has none."""
     settings = hf_config.get("text_config") or hf_config
     total = next((settings[name] for name in COUNT_SETTINGS if settings.get(name)), 0)
-    return ExpertCounts(total, settings.get("num_experts_per_tok") or total) if total > 1 else None
+    active = next((settings[name] for name in ACTIVE_COUNT_SETTINGS if settings.get(name)), total)
+    return ExpertCounts(total, active) if total > 1 else None
 
 
 def describe_experts(hf_config: Mapping[str, Any]) -> str | None:

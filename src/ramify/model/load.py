@@ -125,7 +125,7 @@ def load_config(path: Path) -> Any:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
         raise ModelUnsupported(
             f"the weights in {path} are quantized ({method}), expected bfloat16 or float32: convert them first, as "
-            "docs/models.md shows"
+            "docs/models.md shows for MXFP4"
         )
     return config
 

@@ -87,5 +87,9 @@ def unsupported_error(component: str, module: Any, reason: str | Exception) -> M
 
 
 def describe_error(error: Exception) -> str:
-    """Return the type and the first line of an error; transformers adds pages."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    """Return the type and the first line of an error, and the second if the first ends with a colon.
+
+    transformers adds pages.
+    """
+    first, _, rest = f"{type(error).__name__}: {error}".partition("\n")
+    return f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") and rest else first

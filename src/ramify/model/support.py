@@ -9,7 +9,12 @@ from ramify.core.errors import ModelUnsupported
 from ramify.model.experts import describe_experts, read_expert_counts
 from ramify.model.fused_model import can_fuse
 from ramify.model.load import load_config, read_shape
-from ramify.model.pack_layout import VISION_MODEL_TYPES, choose_pack_layout, describe_pack_layout
+from ramify.model.pack_layout import (
+    TEXT_PART_MODEL_TYPES,
+    VISION_MODEL_TYPES,
+    choose_pack_layout,
+    describe_pack_layout,
+)
 
 REFUSED = "refused"
 OWN_CODE = "own code"  # transformers' code of the model, with the paged cache
@@ -68,6 +73,7 @@ TESTED = {
 NOT_TESTED = "not tested"
 CHECKED_WHEN_LOADED = "not tested: it is compared with its own code when it is loaded"
 VLLM_ADVICE = 'inference.engine = "vllm" runs it in vLLM, if that knows the model'
+OWN_CODE_NOTE = "engine: transformers' code of the model, which is slower than fused operators in CUDA graphs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +103,12 @@ def read_model_support(config: Any) -> ModelSupport:
     except ModelUnsupported as error:
         engine = REFUSED
         notes.append(f"engine: {error}")
-    if engine != "fused":
-        notes.append(f"engine: {VLLM_ADVICE}")
+    if engine == OWN_CODE:
+        notes.append(OWN_CODE_NOTE)
     try:
         trainer = choose_pack_layout(config).value
+        if engine != "fused" and config.model_type not in TEXT_PART_MODEL_TYPES:
+            notes.append(f"engine: {VLLM_ADVICE}")
         notes.append(f"trainer: {describe_pack_layout(config)}")
     except ModelUnsupported as error:
         trainer = REFUSED
@@ -130,7 +138,12 @@ def check_model_supported(path: Path, *, by_engine: bool = False) -> None:
     config = load_config(path)
     choose_pack_layout(config)
     if by_engine:
-        read_shape(config)
+        try:
+            read_shape(config)
+        except ModelUnsupported as error:
+            if config.model_type in TEXT_PART_MODEL_TYPES:
+                raise
+            raise ModelUnsupported(f"{error}; {VLLM_ADVICE}") from None
 
 
 def _read_model_type(path: Path) -> str:
