@@ -1,6 +1,7 @@
 """RayLauncher without Ray; `make test-cluster` runs it with Ray."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
@@ -118,6 +119,8 @@ async def test_actors_that_have_not_started_are_not_subtracted_and_named(failure
 async def test_actors_are_ended_although_the_timeout_interrupts_their_cleanup(monkeypatch):
     async def interrupt(tasks):
         await cancel_all(tasks)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
         raise TimeoutError
 
     monkeypatch.setattr(ray_launcher, "cancel_all", interrupt)

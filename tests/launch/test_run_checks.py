@@ -70,18 +70,6 @@ def test_a_dry_run_needs_no_model(tmp_path):
         check_run(config(tmp_path, model={"name": "Qwen/Qwen3-0.6B"}))
 
 
-def test_vllm_is_refused_for_a_model_of_which_only_the_text_part_is_trained(tmp_path):
-    model = tmp_path / "vision-language"
-    shutil.copytree(resolve_model_path("tiny-vision"), model)
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(settings | {"model_type": "qwen3_5"}))
-    run = config(tmp_path, model={"name": str(model)}, inference={"engine": "vllm"})
-    with pytest.raises(
-        ConfigInvalid, match=r"inference.engine: vLLM loads the whole model, but only its text part is published"
-    ):
-        check_run(run, dry_run=True)
-
-
 def test_families_that_always_run_are_not_checked_with_transformers(tmp_path):
     """The import takes seconds."""
     model = tmp_path / "model"

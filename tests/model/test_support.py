@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from ramify.cli import main
-from ramify.core.errors import ModelUnsupported
+from ramify.core.errors import ConfigInvalid, ModelUnsupported
 from ramify.launch.run_checks import check_run
 from ramify.model.load import load_engine_model
 from ramify.model.pack_layout import choose_pack_layout
@@ -134,6 +134,21 @@ def test_a_run_refuses_an_unsupported_model_before_anything_starts(tmp_path, dry
     with pytest.raises(ModelUnsupported, match=r"falcon_h1 has layers that the engine .*; inference.engine = .vllm"):
         check("falcon_h1")
     check("falcon_h1", inference={"engine": "external", "base_url": ["http://localhost:8000"]})
+
+
+def test_vllm_is_refused_for_a_model_of_which_only_the_text_part_is_trained(tmp_path, check_plugins_in_process):
+    model = tmp_path / "vision-language"
+    shutil.copytree(resolve_model_path("tiny-vision"), model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"model_type": "qwen3_5"}))
+    source = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+    run = RunConfig(
+        name="run", output=tmp_path, model={"name": str(model)}, train=[source], inference={"engine": "vllm"}
+    )
+    with pytest.raises(
+        ConfigInvalid, match=r"inference.engine: vLLM loads the whole model, but only its text part is published"
+    ):
+        check_run(run, dry_run=True)
 
 
 def test_quantized_weights_are_refused_by_name(tmp_path):

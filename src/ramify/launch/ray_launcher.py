@@ -183,8 +183,8 @@ class RayLauncher:
             return await self._local.open_slots(leases, placement, timeout=timeout)
         last_failure = ""
         try:
-            async with asyncio.timeout(timeout):
-                while True:
+            async with asyncio.timeout(timeout) as scope:
+                while not scope.expired():  # an error while a try is cancelled would end the cancellation
                     try:
                         nodes = await self._choose_nodes(placement, leases.num_ranks)
                         if nodes is None:
@@ -197,6 +197,7 @@ class RayLauncher:
                     except TimeoutError:  # the nodes that did not answer are avoided now
                         last_failure = ""
                     await asyncio.sleep(self._settings.retry_interval)
+                raise TimeoutError
         except TimeoutError as error:
             shortage = await self._describe_shortage(leases, placement)
             message = f"{leases.role} could not be placed within {timeout:g} s"
