@@ -71,7 +71,7 @@ def each_world(request, world, tmp_path_factory):
     return world if request.param == "llama" else build_world(request.param, tmp_path_factory.mktemp("models"))
 
 
-fused_worlds = pytest.mark.parametrize(
+fewer_worlds = pytest.mark.parametrize(
     "each_world",
     ["llama", "lfm2", pytest.param("qwen3_next", marks=pytest.mark.full("as lfm2"))],
     indirect=True,
@@ -415,7 +415,7 @@ def test_prompt_logprobs_cover_a_chunked_prompt(each_world):
         assert request.prompt_logprobs[1:] == pytest.approx(exact, abs=CLOSE)
 
 
-@fused_worlds
+@fewer_worlds
 def test_logprobs_start_keeps_the_cached_prefix_before_it(each_world):
     published, models, _ = each_world
     core = build_core(published[A], A, kv_cache_tokens=2048, max_num_batched_tokens=16)
@@ -503,7 +503,7 @@ def test_shared_prompt_is_computed_once(world):
     assert core.counters.computed_tokens == 41 + 15  # 40 tokens in full blocks are shared, even within one step
 
 
-@fused_worlds
+@fewer_worlds
 @pytest.mark.parametrize("budget", [16, 256])
 def test_recompute_computes_each_shared_block_once(each_world, budget):
     """Two groups of eight requests with common prompts."""
@@ -530,7 +530,7 @@ def test_recompute_computes_each_shared_block_once(each_world, budget):
     assert core.counters.duplicate_blocks == duplicates  # some requests sampled the same tokens before the swap
 
 
-@fused_worlds
+@fewer_worlds
 def test_blocks_of_one_token(each_world):
     inputs = [(range(3, 12), 1), (range(3, 9), 2)]
     small, usual = (build_core(each_world[0][A], A, kv_cache_tokens=512, block_size=size) for size in (1, 4))

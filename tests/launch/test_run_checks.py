@@ -12,7 +12,7 @@ from ramify.launch import run_checks
 from ramify.launch.process_configs import build_serve_config, build_trainer_config
 from ramify.launch.run_checks import check_run, list_model_notes
 from ramify.launch.run_directory import prepare_run_directory
-from ramify.model.resolve import always_runs, read_vocab_size, resolve_model_path
+from ramify.model.resolve import is_always_supported, read_vocab_size, resolve_model_path
 from ramify.orchestrate.run_config import RunConfig
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("check_plugins_in_process")]
@@ -70,8 +70,7 @@ def test_a_dry_run_needs_no_model(tmp_path):
         check_run(config(tmp_path, model={"name": "Qwen/Qwen3-0.6B"}))
 
 
-def test_families_that_always_run_are_not_checked_with_transformers(tmp_path):
-    """The import takes seconds."""
+def test_families_that_are_always_supported_are_known_without_transformers(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     for settings, is_known in (
@@ -82,18 +81,31 @@ def test_families_that_always_run_are_not_checked_with_transformers(tmp_path):
         ([], False),
     ):
         (model / "config.json").write_text(json.dumps(settings))
-        assert always_runs(model) == is_known
+        assert is_always_supported(model) == is_known
 
 
-def test_vllm_that_is_not_installed_is_refused_and_noted_in_a_dry_run(tmp_path):
-    missing = str(tmp_path / "python")
-    for python, text in ((sys.executable, "has no package vllm"), (missing, "No such file or directory")):
-        run = config(tmp_path, inference={"engine": "vllm", "python": python})
-        with pytest.raises(ConfigInvalid, match=f"inference.python: {python}: {text}"):
-            check_run(run)
-        check_run(run, dry_run=True)
-        [note] = list_model_notes(run)
-        assert note.startswith(f"note: inference.python: {python}: {text}")
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (f"exec {sys.executable} -S $*", "has no package vllm; name the interpreter"),  # without any packages
+        ("echo broken >&2; exit 7", "ended with 7: broken"),
+        (None, ": No such file or directory"),
+    ],
+)
+def test_vllm_that_is_not_installed_is_refused_and_noted_in_a_dry_run(tmp_path, program, text):
+    python = tmp_path / "python"
+    if program is not None:
+        python.write_text(f"#!/bin/sh\n{program}".replace("$*", '"$@"'))
+        python.chmod(0o700)
+    teacher = {"name": "tiny", "inference": {"engine": "vllm", "python": str(python)}}
+    run = config(tmp_path, inference={"engine": "vllm", "python": str(python)}, models={"teacher": teacher})
+    with pytest.raises(ConfigInvalid) as caught:
+        check_run(run)
+    notes = [note for note in list_model_notes(run) if "python" in note]
+    check_run(run, dry_run=True)
+    for key, note in zip(("inference", "models.teacher.inference"), notes, strict=True):
+        assert f"{key}.python: {python}" in caught.value.message and text in caught.value.message
+        assert note.startswith(f"note: {key}.python: {python}") and text in note
 
 
 def test_adapters_of_other_servers_are_merged(tmp_path):

@@ -14,7 +14,7 @@ from ramify.core.errors import ConfigInvalid, ModelUnsupported
 from ramify.launch.run_checks import check_run
 from ramify.model.load import load_engine_model
 from ramify.model.pack_layout import choose_pack_layout
-from ramify.model.resolve import resolve_model_path
+from ramify.model.resolve import ALWAYS_SUPPORTED, resolve_model_path
 from ramify.model.support import CHECKED_WHEN_LOADED, NOT_TESTED, REFUSED, TESTED, read_model_support
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.build import build_trainer
@@ -119,6 +119,12 @@ def test_the_trainer_refuses_a_family_before_it_reads_weights(tmp_path, weights)
     assert not list(tmp_path.glob("**/*.sqlite")) and not (tmp_path / "sft").exists()
 
 
+@pytest.mark.parametrize("model_type", sorted(ALWAYS_SUPPORTED))
+def test_families_that_are_not_checked_before_a_run_are_not_refused(model_type):
+    support = read_model_support(AutoConfig.for_model(model_type))
+    assert REFUSED not in (support.engine, support.trainer)
+
+
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_a_run_refuses_an_unsupported_model_before_anything_starts(tmp_path, dry_run, check_plugins_in_process):
     def check(model_type, **more):
@@ -131,6 +137,8 @@ def test_a_run_refuses_an_unsupported_model_before_anything_starts(tmp_path, dry
 
     with pytest.raises(ModelUnsupported, match="kimi_linear has latent keys"):
         check("kimi_linear")
+    with pytest.raises(ModelUnsupported, match="kimi_linear has latent keys"):
+        check("llama", models={"teacher": {"name": str(tmp_path / "kimi_linear")}})
     with pytest.raises(ModelUnsupported, match=r"falcon_h1 has layers that the engine .*; inference.engine = .vllm"):
         check("falcon_h1")
     check("falcon_h1", inference={"engine": "external", "base_url": ["http://localhost:8000"]})

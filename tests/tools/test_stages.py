@@ -54,7 +54,7 @@ def test_no_training_conversation_is_from_an_eval_split():
     assert seen == {REVERSING, WALKING}
 
 
-SAME_KINDS = pytest.mark.full("other shares of the kinds of `everything`")
+SAME_KINDS = pytest.mark.full("has the kinds of `everything` in other shares")
 OTHER_SHARES = ("formats", "reversals", "calls", "last")
 
 

@@ -312,7 +312,7 @@ def find_long_path_warning(config: RunConfig, placement: RunPlacement) -> str | 
 def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> str:
     """Return the flags with which the run would fit: on the same nodes, also with LoRA, or on a machine with more GPUs.
 
-    On the same machine, the trainer may also get more of the GPUs.
+    On one machine, other divisions of its GPUs are tried too.
     """
     node, alternatives, fitting = nodes[0], list[str](), list[Settings]()
 
@@ -341,10 +341,12 @@ def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: F
         add_option(adapters)
     lengths = (config.seq_len >> shift for shift in range(1, 8))
     any(add_option({**savings, "seq_len": length}) for length in lengths if length >= MIN_SEQ_LEN)
-    if node.allows_sharing and launch.gpu_placement == "auto" and launch.trainer_gpus is None:
-        divisions: list[Settings] = [{"launch.trainer_gpus": count} for count in range(2, int(node.num_gpus))]
-        divisions += [{"launch.gpu_placement": "colocated"}] if node.num_gpus > 1 else []
-        any(add_option({**savings, **division}) for division in divisions)
+    num_ranks = launch.trainer_gpus or config.cluster.trainer.num_ranks
+    if node.allows_sharing and launch.gpu_placement == "auto" and num_ranks is None:
+        of_ranks = {key: value for key, value in savings.items() if key != MOMENTS_KEY}  # several ranks have no 8 bits
+        divisions = [{**of_ranks, "launch.trainer_gpus": count} for count in range(2, int(node.num_gpus))]
+        divisions += [{**savings, "launch.gpu_placement": "colocated"}] if node.num_gpus > 1 else []
+        any(add_option(division) for division in divisions)
     for num_gpus in TRIED_GPUS if node.allows_sharing and node.num_gpus else ():
         where = f" on {num_gpus} GPUs (--assume-gpus {num_gpus}x{node.gpu_memory / GIB:g})"
         more = [dataclasses.replace(node, num_gpus=num_gpus)]

@@ -9,6 +9,7 @@ model is loaded are left to the run.
 """
 
 import contextlib
+import os
 import subprocess
 from pathlib import Path
 from typing import Any, cast
@@ -23,10 +24,10 @@ from ramify.launch.sink_threads import check_sinks_installed
 from ramify.model.image_support import find_rank_problem
 from ramify.model.render import load_renderer
 from ramify.model.resolve import (
-    always_runs,
     fetch_config,
     fetch_model,
     has_weights,
+    is_always_supported,
     is_fetchable,
     is_loaded_as_text,
     may_be_path,
@@ -44,6 +45,7 @@ from ramify.run.supervisor_lock import lock_run
 from ramify.train.weights_directory import WEIGHTS_DIR
 
 FIND_TIMEOUT = 60.0  # seconds for another interpreter to find a package
+NOT_FOUND = 64  # its exit status if there is none
 
 
 def check_run(config: RunConfig, *, dry_run: bool = False) -> None:
@@ -67,7 +69,7 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[Confi
         problems += [
             ConfigProblem(key, text) for key, name, text in list_missing_models(config) if not is_fetchable(name)
         ]
-        problems += [ConfigProblem("inference.python", text) for text in _find_missing_vllm(config)]
+        problems += _find_missing_vllm(config)
         if not problems:  # a download or an export may take minutes
             problems += _fetch_models(config)
             # again: only now the files of a downloaded model are here
@@ -76,19 +78,27 @@ def find_run_problems(config: RunConfig, *, dry_run: bool = False) -> list[Confi
 
 
 def _check_model_support(config: RunConfig, *, dry_run: bool) -> None:
-    """Raise ModelUnsupported if the model's config shows that the trainer or a native engine refuses it.
+    """Raise ModelUnsupported if a model's config shows that the trainer or the native engine of the run refuses it.
 
-    Of a hub id, the config is downloaded, but not by a dry run.
+    Of a hub id, the config is downloaded, but not by a dry run. A dry run without the packages of a run checks nothing.
     """
-    name = config.model.name
-    try:
-        directory = fetch_config(name) if is_hub_id(name) and not dry_run else resolve_model_path(name)
-    except ModelNotFound:  # which is another problem
-        return
-    if not always_runs(directory):
-        from ramify.model.support import check_model_supported  # transformers, and with it torch: seconds
-
-        check_model_supported(directory, by_engine=isinstance(config.inference, EngineConfig))
+    models = {config.model.name: config.inference}
+    models |= {model.name: model.inference for model in config.models.values() if model.is_managed}
+    for name, engine in models.items():
+        try:
+            directory = fetch_config(name) if is_hub_id(name) and not dry_run else resolve_model_path(name)
+        except ModelNotFound:  # which is another problem
+            continue
+        if is_always_supported(directory):
+            continue
+        try:
+            from ramify.model.support import check_model_supported  # transformers, and with it torch: seconds
+        except ImportError:
+            if dry_run:
+                return
+            raise
+        is_trained, by_engine = name == config.model.name, isinstance(engine, EngineConfig)
+        check_model_supported(directory, by_trainer=is_trained, by_engine=by_engine)
 
 
 def list_missing_models(config: RunConfig) -> list[tuple[str, str, str]]:
@@ -171,21 +181,32 @@ def _find_vllm_problems(config: RunConfig) -> list[ConfigProblem]:
     return []
 
 
-def _find_missing_vllm(config: RunConfig) -> list[str]:
-    """Return why the interpreter of `inference.python` cannot start vLLM, if engines run on this machine."""
-    if not isinstance(config.inference, VLLMConfig) or config.cluster.is_distributed:
-        return []
-    python = str(Path(config.inference.python).expanduser())
-    code = "import sys, importlib.util; sys.exit(importlib.util.find_spec('vllm') is None)"
+def _find_missing_vllm(config: RunConfig) -> list[ConfigProblem]:
+    """Return a problem for each interpreter that cannot start vLLM, if engines run on this machine."""
+    engines = {"inference": config.inference}
+    engines |= {f"models.{name}.inference": model.inference for name, model in config.models.items()}
+    problems = {
+        f"{key}.python": _check_has_vllm(engine)
+        for key, engine in engines.items()
+        if isinstance(engine, VLLMConfig) and not config.cluster.is_distributed
+    }
+    return [ConfigProblem(key, problem) for key, problem in problems.items() if problem]
+
+
+def _check_has_vllm(engine: VLLMConfig) -> str:
+    """Return why the interpreter of an engine cannot start vLLM; empty if it can."""
+    python = str(Path(engine.python).expanduser())
+    code = f"import sys, importlib.util; sys.exit(importlib.util.find_spec('vllm') is None and {NOT_FOUND})"
+    command, env = [python, "-c", code], {**os.environ, **engine.extra_env}
     try:
-        subprocess.run([python, "-c", code], capture_output=True, timeout=FIND_TIMEOUT, check=True)
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=FIND_TIMEOUT)
     except OSError as error:
-        return [f"{python}: {error.strerror}"]
+        return f"{python}: {error.strerror}"
     except subprocess.TimeoutExpired:
-        return [f"{python}: did not answer within {FIND_TIMEOUT:g} s"]
-    except subprocess.CalledProcessError:
-        return [f"{python}: has no package vllm; name the interpreter of an environment that has (docs/inference.md)"]
-    return []
+        return f"{python} did not answer within {FIND_TIMEOUT:g} s"
+    if result.returncode == NOT_FOUND:
+        return f"{python} has no package vllm; name the interpreter of an environment with vLLM (docs/inference.md)"
+    return f"{python} ended with {result.returncode}: {result.stderr[-200:].strip()}" if result.returncode else ""
 
 
 def _find_top_k_problems(config: RunConfig) -> list[ConfigProblem]:
@@ -258,7 +279,8 @@ def list_model_notes(config: RunConfig) -> list[str]:
         for key, name, text in list_missing_models(config)
         for verb in ["downloads" if is_hub_id(name) else "exports"]
     ]
-    return [*unused, *missing, *(f"note: inference.python: {text}" for text in _find_missing_vllm(config))]
+    without_vllm = [f"note: {problem}" for problem in _find_missing_vllm(config)]
+    return [*unused, *missing, *without_vllm]
 
 
 def list_runtime_notes(config: RunConfig) -> list[str]:

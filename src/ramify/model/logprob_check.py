@@ -92,4 +92,4 @@ def describe_error(error: Exception) -> str:
     transformers adds pages.
     """
     first, _, rest = f"{type(error).__name__}: {error}".partition("\n")
-    return f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") and rest else first
+    return f"{first} {rest.strip().splitlines()[0]}" if first.endswith(":") and rest.strip() else first

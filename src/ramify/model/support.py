@@ -133,10 +133,11 @@ def read_directory_support(path: Path) -> ModelSupport:
         return ModelSupport(model_type, REFUSED, REFUSED, "no", "no", tested, (str(error),))
 
 
-def check_model_supported(path: Path, *, by_engine: bool = False) -> None:
-    """Raise ModelUnsupported if the trainer or, if `by_engine`, the engine refuses a model by its config."""
+def check_model_supported(path: Path, *, by_trainer: bool = True, by_engine: bool = False) -> None:
+    """Raise ModelUnsupported if the trainer or the native engine refuses a model by its config."""
     config = load_config(path)
-    choose_pack_layout(config)
+    if by_trainer:
+        choose_pack_layout(config)
     if by_engine:
         try:
             read_shape(config)

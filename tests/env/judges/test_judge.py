@@ -146,7 +146,7 @@ async def test_a_verdict_that_stays_unreadable_raises_and_its_calls_are_counted(
     ("verdict", "message"),
     [
         ("no scores", "expected a JSON object"),
-        ('{"a":' * 1500 + "1" + "}" * 1500, "expected a JSON object"),
+        ('{"a":' * 5000 + "1" + "}" * 5000, "expected a JSON object"),
         ('{"right": 1, "short": 1}', "found None"),
         ('{"scores": {"right": 1}}', "'short'"),
         ('{"scores": {"right": 7, "short": 1}}', "found 7"),

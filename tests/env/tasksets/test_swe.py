@@ -115,7 +115,7 @@ async def test_fix_scores_one_and_no_change_zero(tmp_path, row):
     solved = await run_agent(tmp_path, row, files={"calc.py": FIXED})
     assert (solved.reward, solved.errors) == (1.0, [])
     assert solved.info["tests"] == {"unpassed": {}, "count": 2, "removed": []}
-    if row is SCALE_SWE:  # the wrong fix below is of the other kind
+    if row is SCALE_SWE:  # of SWE_BENCH, the wrong fix below scores 0
         assert (await run_agent(tmp_path, row)).reward == 0.0
 
 

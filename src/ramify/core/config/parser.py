@@ -96,9 +96,9 @@ def parse_section(cls: type[C], table: dict[str, Any], *, key: str) -> C:
     return getattr(_build_config(_create_wrapper(cls, key), [], {key: table}), key)
 
 
-@lru_cache(maxsize=256)  # a run resolves each of its plugins several times, and a model takes milliseconds to create
+@lru_cache(maxsize=256)  # a run resolves each of its plugins several times; creating a model takes milliseconds
 def _create_wrapper(cls: type[Config], key: str) -> type[Config]:
-    """Return a configuration with the section `cls` at `key`."""
+    """Return a configuration class with the section `cls` at `key`."""
     fields: Any = {key: (cls, ...)}
     return create_model("_Wrapper", __base__=Config, **fields)
 
