@@ -82,3 +82,28 @@ def test_a_frozen_head_gets_no_gradient(chunked):
     logprob.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
+
+
+@pytest.mark.parametrize("num_kept", [0, 2, 1000])
+def test_kept_logits_change_no_bit(num_kept, monkeypatch):
+    inputs = hidden, weight, bias, *_ = build_inputs(True)
+    monkeypatch.setitem(lm_head.CHUNK_BYTES, "cpu", 10 * VOCAB * 4)
+    outputs = []
+    for kept in (1, num_kept):
+        monkeypatch.setitem(lm_head.KEPT_CHUNKS, "cpu", kept)
+        logprob, *_ = compute_logprobs(*inputs, NO_IDS)
+        outputs.append([logprob, *torch.autograd.grad(logprob.sum(), (hidden, weight, bias))])
+    for expected, actual in zip(*outputs, strict=True):
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="counts the memory of a GPU")
+@pytest.mark.parametrize("num_chunks", [5, 3, 0])
+def test_a_gpu_keeps_the_chunks_it_has_memory_for(num_chunks):
+    device, chunk_bytes = torch.device("cuda"), lm_head.CHUNK_BYTES["cuda"]
+    limit = torch.cuda.memory_allocated(device) + int((num_chunks + 0.5) * chunk_bytes / lm_head.KEPT_FRACTION)
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info(device)[1])
+    try:
+        assert lm_head.count_kept_chunks(device) == max(num_chunks, lm_head.KEPT_CHUNKS["cuda"])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

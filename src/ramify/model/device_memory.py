@@ -1,4 +1,4 @@
-"""Failures to allocate memory of a device.
+"""Free memory of a device, and failures to allocate it.
 
 PyTorch raises torch.OutOfMemoryError only for its own allocations. Triton, cuBLAS and cuDNN allocate beside it, and
 raise RuntimeError.
@@ -24,3 +24,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def describe_shortage(error: BaseException) -> str:
     """Return what could not be allocated, without torch's advice."""
     return str(error).partition(" If reserved but unallocated")[0]
+
+
+def get_free_bytes(device: torch.device) -> int:
+    """Return how many bytes of a GPU PyTorch can still allocate, within the limit of this process."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free, limit - reserved) + reserved - torch.cuda.memory_allocated(device)

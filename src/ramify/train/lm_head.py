@@ -1,9 +1,10 @@
-"""Logprobs and entropies from the LM head in chunks, so that the logits never exist as a whole.
+"""Logprobs and entropies from the LM head in chunks, so that the logits need not exist as a whole.
 
 Training needs three numbers of each row of logits: the logprob of one token, the entropy and, for the backward pass,
 the log-sum-exp. So the head runs over chunks of rows; the logits of a chunk live until these numbers are computed, and
-are computed again in the backward pass. Only the logits of the last few chunks are kept for it. Every row has a
-temperature of its own. Some models scale the product of the head or limit it with a tanh, which happens in the chunks.
+are computed again in the backward pass. Only the last few chunks keep their logits for it, or more chunks if a
+GPU has much free memory. Every row has a temperature of its own. Some models scale the product of the head or limit it
+with a tanh, which happens in the chunks.
 """
 
 from collections import deque
@@ -13,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ramify.model.device_memory import get_free_bytes
 from ramify.model.logit_transform import LogitTransform
 
 IDENTITY = LogitTransform()
 ROW_MULTIPLE = 128  # on CUDA chunks have a multiple of this many rows, which suits matrix products
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # size of a chunk's logits: a core's cache, a small part of a GPU
-KEPT_CHUNKS = {"cpu": 1, "cuda": 3}  # chunks whose logits are kept for the backward pass
+KEPT_CHUNKS = {"cpu": 1, "cuda": 3}  # at least, chunks whose logits are kept for the backward pass
+KEPT_FRACTION = 0.25  # of a GPU's free memory that kept logits may take beyond that
 
 
 def compute_logprobs(
@@ -54,7 +57,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprob, entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         top_logprob = hidden.new_empty(top_ids.shape, dtype=torch.float32)
         reduce_logits, _ = _get_logit_functions(hidden.device.type)
-        kept_logits: deque[Tensor] = deque(maxlen=KEPT_CHUNKS[hidden.device.type])
+        kept_logits: deque[Tensor] = deque(maxlen=count_kept_chunks(hidden.device))
         for rows in _split_rows(len(hidden), len(weight), hidden):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             logprob[rows], entropy[rows], logsumexp[rows] = reduce_logits(
@@ -155,6 +158,14 @@ def _split_rows(num_rows: int, vocab_size: int, hidden: Tensor) -> list[slice]:
     if hidden.device.type != "cpu":
         size = -(-size // ROW_MULTIPLE) * ROW_MULTIPLE
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+def count_kept_chunks(device: torch.device) -> int:
+    """Return the number of chunks whose logits are kept on a device."""
+    kept = KEPT_CHUNKS[device.type]
+    if device.type != "cuda":
+        return kept
+    return max(kept, int(KEPT_FRACTION * get_free_bytes(device)) // CHUNK_BYTES[device.type])
 
 
 def _accumulate_matmul(accumulator: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
