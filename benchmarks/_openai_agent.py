@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 from openai import OpenAI
 
@@ -11,7 +12,7 @@ MAX_TURNS = 3
 
 def main() -> int:
     client = OpenAI(timeout=600.0, max_retries=0)
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": sys.stdin.read()}]
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": sys.stdin.read()}]
     for _ in range(MAX_TURNS):
         completion = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
         reply = completion.choices[0].message.content or ""

@@ -128,5 +128,6 @@ def write_shapes(directory: Path, size: str, vocab_size: int = VOCAB) -> Path:
 
 
 if __name__ == "__main__":
-    is_for_chat = sys.argv[4:] == ["chat"]
-    print(write_random_qwen(Path(sys.argv[1]), *sys.argv[2:3], *map(int, sys.argv[3:4]), is_for_chat=is_for_chat))
+    directory, *choices = sys.argv[1:]
+    size, vocab_size, kind = [*choices, *["0.5b", str(VOCAB), ""][len(choices) :]]
+    print(write_random_qwen(Path(directory), size, int(vocab_size), is_for_chat=kind == "chat"))

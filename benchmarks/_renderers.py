@@ -55,13 +55,14 @@ def measure(function: Any) -> tuple[Any, float]:
 
 
 def main() -> None:
-    adapter, messages = TokenizerAdapter(), conversation()
+    adapter = TokenizerAdapter()
+    messages: list[Any] = conversation()
     generic = renderers.create_renderer(adapter, renderers.DefaultRendererConfig())
     rendered, took = measure(lambda: generic.render(messages, add_generation_prompt=True))
     family = renderers.create_renderer(adapter, renderers.Qwen3RendererConfig(thinking_retention="all"))
     _, family_took = measure(lambda: family.render(messages, add_generation_prompt=True))
     prompt = family.render(messages[:-2], add_generation_prompt=True).token_ids
-    reply = [*adapter.encode(messages[-2]["content"]), adapter.eos_token_id]
+    reply: list[Any] = [*adapter.encode(messages[-2]["content"]), adapter.eos_token_id]
     _, bridge_took = measure(lambda: family.bridge_to_next_turn(prompt, reply, messages[-1:]))
     times = {"generic_s": took, "family_s": family_took, "family_bridge_s": bridge_took}
     print(json.dumps({**times, "tokens": len(rendered.token_ids)}))

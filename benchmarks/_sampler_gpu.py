@@ -143,6 +143,7 @@ def measure_swaps(core: Any, groups: int, size: int, length: int, new_tokens: in
     from ramify.trace.version import PolicyVersion
 
     pauses: dict[str, list[float]] = {"keep": [], "recompute": []}
+    requests: list[Any] = []
     computed = unique = 0
     for number, kv_mode in enumerate(["keep", "recompute"] * (1 + ROUNDS)):
         tensors = {name: tensor.clone() for name, tensor in get_untied_tensors(core.model.module).items()}

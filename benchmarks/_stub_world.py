@@ -98,7 +98,7 @@ class StubEnvServer:
     def __init__(self, rollout_seconds: float) -> None:
         self._rollout_seconds = rollout_seconds
         self._episodes: dict[int, bytes] = {}
-        self._reply = msgspec.msgpack.encode(RolloutResponse(worker="stub", starts=1))
+        self._reply = msgspec.msgpack.encode(RolloutResponse(worker="stub"))
         handlers = {"info": self.info, "health": self.health, "tasks": self.tasks, "run": self.run}
         self.server = WireServer(handlers, "tcp://127.0.0.1:0", name="env-server")
 

@@ -31,6 +31,7 @@ def start_engine():
     command = [sys.executable, str(Path(__file__).with_name("_instant_engine.py")), "--text", json.dumps(ids)]
     command += ["--stop", str(stop), "--late", str(ENGINE_DELAY)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
         try:
             yield f"http://127.0.0.1:{process.stdout.readline().strip()}/v1"
         finally:

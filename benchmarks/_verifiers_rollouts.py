@@ -81,6 +81,7 @@ def start_engine():
     ids = [*backend.encode(REPLY, add_special_tokens=False).ids, stop]
     command = [sys.executable, str(Path(__file__).with_name("_instant_engine.py")), "--text", json.dumps(ids)]
     with subprocess.Popen([*command, "--stop", str(stop)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
         try:
             yield f"http://127.0.0.1:{process.stdout.readline().strip()}/v1"
         finally:

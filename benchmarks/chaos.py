@@ -378,20 +378,20 @@ def main() -> int:
         print(f"no agents in sandboxes: {reason}")
     agents, roles = (AGENTS, tuple(ROLES)) if reason is None else ("", tuple(role for role in ROLES if role != SANDBOX))
     with _folder(args.keep) as home:
-        seconds: list[float] = []
+        seconds: dict[str, float] = {}
         runs: dict[str, Run] = {}
         disturbed = Faults(random.Random(args.seed), args.kills, args.stops, args.damages, args.swaps, roles)
         for name, faults in (("disturbed", disturbed), ("undisturbed", Faults(random.Random(args.seed)))):
             begun = time.monotonic()
             runs[name] = Run(home / name, 3 * total, placement, agents)
             train(runs[name], faults)
-            seconds.append(time.monotonic() - begun)
+            seconds[name] = time.monotonic() - begun
         print(", ".join(f"{count} x {fault}" for fault, count in sorted(disturbed.done.items())))
         code, report = runs["disturbed"].audit()
         print(report.strip())
         reference, value = runs["undisturbed"].final_eval(), runs["disturbed"].final_eval()
         errors = runs["disturbed"].count_errors("agents")
-        largest = [max(runs[name].read_metric("mismatch_kl")) for name in ("disturbed", "undisturbed")]
+        largest = {name: max(run.read_metric("mismatch_kl")) for name, run in runs.items()}
     rows = [
         Row("faults", disturbed.done.total(), None, "", total, at_least=True),
         Row("damages that nobody noticed", len(disturbed.overlooked), None, "", 0),
@@ -399,8 +399,14 @@ def main() -> int:
         Row("rollouts that blame their agent", errors["AgentFailed"], None, "", 0),
         Row("final eval", value, reference, ""),
         Row("difference of the final evals", abs(value - reference), None, "", APART),
-        Row("largest mismatch KL of a step", *largest, "", MISMATCH_FACTOR * largest[1]),
-        Row("seconds", *seconds, "s"),
+        Row(
+            "largest mismatch KL of a step",
+            largest["disturbed"],
+            largest["undisturbed"],
+            "",
+            MISMATCH_FACTOR * largest["undisturbed"],
+        ),
+        Row("seconds", seconds["disturbed"], seconds["undisturbed"], "s"),
     ]
     return finish(
         "A run whose processes are killed and stopped and whose files are damaged, beside one undisturbed", rows, args

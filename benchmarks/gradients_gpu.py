@@ -75,7 +75,7 @@ MODELS = {
     "qwen3": Qwen3Config(**SIZES),
     "sliding windows": MistralConfig(**SIZES, sliding_window=256),
     "sinks": GptOssConfig(
-        **{**SIZES, "intermediate_size": 576}, sliding_window=128, num_local_experts=4, num_experts_per_tok=2
+        **(SIZES | {"intermediate_size": 576}), sliding_window=128, num_local_experts=4, num_experts_per_tok=2
     ),
     "soft caps": Gemma2Config(**SIZES, sliding_window=256, query_pre_attn_scalar=64, attn_logit_softcapping=5.0),
     "delta nets": Qwen3_5TextConfig(**SIZES, **DELTA_NET),
@@ -107,8 +107,8 @@ class TextTraceMaker(TraceMaker):
 
     def __init__(self, model: Path, text: str, learning: bool = False) -> None:
         super().__init__(0)
-        encoded: Any = AutoTokenizer.from_pretrained(model)(text, verbose=False)
-        self.text, self.learning = np.array(encoded["input_ids"], np.int32), learning
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self.text, self.learning = np.array(tokenizer(text, verbose=False)["input_ids"], np.int32), learning
 
     def ids(self, size: int) -> np.ndarray:
         start = self.rng.integers(0, len(self.text) - size)

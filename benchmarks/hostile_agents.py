@@ -111,7 +111,7 @@ async def run_one(client: EnvClient, task: Task, id: str, into: Measurement) -> 
     except RamifyError as error:
         into.outcomes[f"{kind}: {error.name}"] += 1
         return
-    if kind == HONEST:
+    if kind == HONEST and trace.reward is not None:
         into.seconds.append(time.perf_counter() - start)
         into.scores.append(trace.reward)
         return
@@ -154,16 +154,16 @@ def main() -> int:
         return 0
     hostile, honest = asyncio.run(measure_all(args.attacks))
     print(", ".join(f"{count} x {name}" for name, count in sorted(hostile.outcomes.items())))
-    scores = [statistics.fmean(measured.scores or [0.0]) for measured in (hostile, honest)]
-    medians, late = (
-        [statistics.quantiles(measured.seconds, n=10)[index] for measured in (hostile, honest)] for index in (4, 8)
-    )
+    score, honest_score = (statistics.fmean(measured.scores or [0.0]) for measured in (hostile, honest))
+    deciles, honest_deciles = (statistics.quantiles(measured.seconds, n=10) for measured in (hostile, honest))
     expected = ROUNDS * (NUM_TASKS - NUM_TASKS // HOSTILE_SHARE)
     rows = [
         Row("honest rollouts", len(hostile.scores), None, "", expected, exactly=True),
-        Row("score of honest agents", *scores, "", (1 - TOLERANCE) * scores[1], at_least=True),
-        Row("time of an honest rollout, median", *medians, "s", (1 + TOLERANCE) * medians[1]),
-        Row("time of an honest rollout, p90", *late, "s"),
+        Row("score of honest agents", score, honest_score, "", (1 - TOLERANCE) * honest_score, at_least=True),
+        Row(
+            "time of an honest rollout, median", deciles[4], honest_deciles[4], "s", (1 + TOLERANCE) * honest_deciles[4]
+        ),
+        Row("time of an honest rollout, p90", deciles[8], honest_deciles[8], "s"),
         Row("peak memory of the worker", hostile.worker_mb, honest.worker_mb, "MB", MAX_WORKER_MB),
         Row("CPU time of the worker", hostile.worker_seconds, honest.worker_seconds, "s"),
         Row("workers lost", hostile.num_lost_workers, honest.num_lost_workers, "", 0),

@@ -144,6 +144,7 @@ def run_case(case: dict[str, Any], model: Path) -> dict[str, Any]:
     if plan.refusal:
         return _try_refused_case(case, model, plan)
     config, lines = plan.config, list[str]()
+    assert isinstance(config.inference, EngineConfig)
     engine = start_engine(model, config)
     trainer = _build_trainer(model, config, lines)
     _fill_engine(engine, config)
@@ -152,7 +153,7 @@ def run_case(case: dict[str, Any], model: Path) -> dict[str, Any]:
     result: dict[str, Any] = {
         "outcome": "lowered" if any(line.startswith("memory:") for line in lines) else "fits",
         "detail": f"{trainer.activations.limits}, moments {trainer.config.optim.moments}, "
-        f"cache {config.inference.kv_cache_tokens}",  # pyright: ignore[reportAttributeAccessIssue] - native
+        f"cache {config.inference.kv_cache_tokens}",
         "peak": torch.cuda.max_memory_reserved() / GIB + CONTEXTS_GIB,
     }
     return {**result, "speeds": _compare_by_hand(trainer, case)} if case["hand"] else result

@@ -39,7 +39,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from _check import NO_COMPETITOR, Row, finish, measure_trl, parser, show
 from _loop import RunObservation, find_first_window, observe_run, ramify_command
@@ -51,7 +51,7 @@ MISMATCH, MAX_STEP_SECONDS = 2e-4, 0.6
 DISTIL_STEPS, MIN_TEACHER_REWARD, MIN_DISTILLED_REWARD = {"sft": 20, "opd": 40}, 0.9, 0.8
 DISTIL_LR = {"sft": 3e-4, "opd": 1e-4}
 STUDENT_TEXTS, TEACHER_TEXTS = 20_000, 40_000  # that they are trained with by SFT
-DISTIL_TEXTS = {"train": 20_000, "eval": 2_000}
+DISTIL_TEXTS: dict[Literal["train", "eval"], int] = {"train": 20_000, "eval": 2_000}
 TOKENS = 100_000  # that the mismatch is measured on
 REFUSAL = "?"
 SMI = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "500"]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from _check import Row, finish, parser
@@ -45,7 +46,7 @@ class Measurement:
     """The memory at the end, divided by that after the warm-up."""
 
 
-def write_config(folder: Path, world: dict[str, object], addresses: dict[str, str], groups_in_flight: int) -> Path:
+def write_config(folder: Path, world: dict[str, Any], addresses: dict[str, str], groups_in_flight: int) -> Path:
     """Write the configuration of the orchestrator; the allowed staleness gives slots for `groups_in_flight` groups."""
     max_staleness = round(1.3 * groups_in_flight / GROUPS_PER_BATCH)
     lines = [
@@ -72,7 +73,7 @@ def write_config(folder: Path, world: dict[str, object], addresses: dict[str, st
 
 
 @contextlib.contextmanager
-def start_world(settings: dict[str, object]) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
+def start_world(settings: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """Start the stubs; yield their process and their addresses."""
     command = [sys.executable, str(Path(__file__).with_name("_stub_world.py")), json.dumps(settings)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -109,21 +110,23 @@ def measure(*, num_env_servers: int = 1, groups_in_flight: int = 512, ledger_gro
 def observe(world: subprocess.Popen[str], orchestrator: psutil.Process, started_at: float) -> Measurement:
     """Read the steps of the trainer until enough time has passed."""
     assert world.stdout is not None
-    first_at = begun_at = begun_step = begun_cpu = begun_memory = None
+    first_at: float | None = None
+    begun: tuple[float, int, float, int] | None = None  # time, step, CPU time and memory after the warm-up
     for line in world.stdout:
         step, now = json.loads(line)["step"], json.loads(line)["time"]
         first_at = first_at or now
-        if begun_at is None and now >= first_at + WARMUP_SECONDS:
-            begun_at, begun_step = now, step
-            begun_cpu, begun_memory = sum(orchestrator.cpu_times()[:2]), orchestrator.memory_info().rss
-        if begun_at is not None and now >= begun_at + MEASURED_SECONDS:
+        cpu_seconds, memory = sum(orchestrator.cpu_times()[:2]), orchestrator.memory_info().rss
+        if begun is None and now >= first_at + WARMUP_SECONDS:
+            begun = now, step, cpu_seconds, memory
+        if begun is not None and now >= begun[0] + MEASURED_SECONDS:
+            begun_at, begun_step, begun_cpu, begun_memory = begun
             seconds = now - begun_at
             num_rollouts = (step - begun_step) * GROUP_SIZE * GROUPS_PER_BATCH
             return Measurement(
                 num_rollouts / seconds,
                 first_at - started_at,
-                1e3 * (sum(orchestrator.cpu_times()[:2]) - begun_cpu) / num_rollouts,
-                orchestrator.memory_info().rss / begun_memory,
+                1e3 * (cpu_seconds - begun_cpu) / num_rollouts,
+                memory / begun_memory,
             )
     raise RuntimeError("the stub trainer ended")
 

@@ -112,7 +112,7 @@ class SleepingEnvServer:
         rollout = request.decode(RolloutRequest)
         jitter = random.Random(rollout.id).uniform(0.8, 1.2)
         await asyncio.sleep(jitter * MEDIAN_SECONDS * (SLOW_FACTOR if is_slow(rollout.task["number"]) else 1))
-        return WireMessage.encode(RolloutResponse("w0", 1), build_episode(rollout))
+        return WireMessage.encode(RolloutResponse("w0"), build_episode(rollout))
 
 
 @contextlib.asynccontextmanager
@@ -157,7 +157,7 @@ async def train(address: str) -> tuple[float, float]:
         step += 1
         await call("published", PublishedRequest(**identity, version=("tiny", 0, step), path=f"/versions/{step}"))
     ended_at = time.monotonic()
-    await call("checkpoint", CheckpointRequest(**identity, step=step))
+    await call("checkpoint", CheckpointRequest(**identity, step=step, directory=f"step_{step:06}-0", digest=f"{step}"))
     await orchestrator.close()
     return started_at, ended_at
 

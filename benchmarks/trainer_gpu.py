@@ -35,7 +35,7 @@ from ramify.train.trainer import PendingStep
 
 RATIOS = (1, 2, 4, 8, 12)
 TURN_TOKENS, FORK_TOKENS = 256, 128  # of a turn on an agent's main line, and of a branch off it
-TREES_PER_PACK = {1: 4, 2: 4, 4: 4, 8: 2, 12: 1}  # ratio: trees in a pack
+TREES_PER_PACK: dict[float, int] = {1: 4, 2: 4, 4: 4, 8: 2, 12: 1}  # ratio: trees in a pack
 # MFU of the cases in percent, and the share of the FLOP ratio by which forests are faster than flat paths.
 TARGETS: dict[str, tuple[Sequence[float | None], float | None]] = {
     "qwen3-0.6b": ((48.0, 46.0, 40.0), 0.9),

@@ -19,6 +19,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
@@ -159,15 +160,17 @@ def serve(folder: Path):
     """Run `ramify view` and yield its address and its process."""
     command = [sys.executable, "-m", "ramify", "view", str(folder), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
     try:
-        line = server.stdout.readline()
-        yield re.search(r"http://\S+?(?=;)", line)[0], psutil.Process(server.pid)
+        address = re.search(r"http://\S+?(?=;)", server.stdout.readline())
+        assert address is not None
+        yield address[0], psutil.Process(server.pid)
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(30)
 
 
-def ask(address: str, path: str, **params) -> tuple[float, object]:
+def ask(address: str, path: str, **params) -> tuple[float, Any]:
     """Return the seconds of a request, and its answer."""
     started = time.perf_counter()
     with urllib.request.urlopen(f"{address}/api/{path}?{urlencode(params, doseq=True)}", timeout=60) as response:
