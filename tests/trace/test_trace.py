@@ -37,6 +37,17 @@ def forked_trace() -> Trace:
     return trace
 
 
+def test_counts_follow_added_and_removed_nodes():
+    trace = forked_trace()
+    assert (trace.num_turns, trace.is_truncated) == (2, False)
+    trace.graph.truncate(2, 0)
+    assert trace.num_turns == 1
+    trace.graph.add_node(1, Message("user", "more"), [8])
+    trace.graph.add_node(2, Message("assistant", "no"), [9], call=ModelCall("c", finish_reason="length"))
+    assert (trace.num_turns, trace.is_truncated) == (2, True)
+    assert Branch(trace, 3).num_turns == 2
+
+
 def test_tokens_that_branches_share_count_once_in_a_trace():
     trace = forked_trace()
     assert (trace.num_turns, trace.completion_len, trace.total_tokens) == (2, 4, 11)

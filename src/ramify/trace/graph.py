@@ -8,6 +8,7 @@ fork, not per node or token.
     runs   [0 ........................................... 4]   [5] a fork after node 3
 """
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
@@ -51,6 +52,7 @@ class MessageGraph:
     """
 
     __slots__ = (
+        "_finish_reasons",
         "_forks",
         "_run_depth",
         "_run_first",
@@ -75,6 +77,7 @@ class MessageGraph:
         self.policies: list[str] = []
         self.media: list[Media] = []
         self.arrays: dict[int, dict[str, npt.NDArray[Any]]] = {}
+        self._finish_reasons: list[str | None] = []  # of the first nodes, as `finish_reasons` decodes them
         self._run_first: list[int] = []  # first node of each run
         self._run_depth: list[int] = []  # number of tokens on the path before each run
         self._forks: dict[int, list[int]] = {}  # by run (-1: none): the runs that fork from one of its nodes
@@ -113,6 +116,14 @@ class MessageGraph:
             return decode_record(self.records.view[stops[node - 1] if node else 0 : stops[node]].data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise DataCorrupt(f"the message of node {node} cannot be decoded: {error}") from error
+
+    @property
+    def finish_reasons(self) -> Sequence[str | None]:
+        """Why the model call of each node ended; None for a node without one. Each record is decoded once for it."""
+        for node in range(len(self._finish_reasons), len(self)):
+            call = self.read_record(node).call
+            self._finish_reasons.append(None if call is None else sys.intern(call.finish_reason))
+        return self._finish_reasons
 
     def version_spans(self, node: int) -> tuple[VersionSpan, ...]:
         """Return the weight versions of the node's sampled tokens."""
@@ -231,6 +242,7 @@ class MessageGraph:
             parent = int(self.nodes.view["parent"][self._run_first.pop()])
             self._run_depth.pop()
             self._forks[self.find_run(parent) if parent >= 0 else -1].pop()
+        del self._finish_reasons[num_nodes:]
         for table in (self.versions, self.media_refs):
             table.size = int(np.searchsorted(table.view["node"], num_nodes))
         for column, stop in ((self.tokens, "stop"), (self.logprobs, "logprobs_stop"), (self.records, "record_stop")):

@@ -31,14 +31,20 @@ class _TurnCounts:
         raise NotImplementedError
 
     @property
+    def _finish_reasons(self) -> Sequence[str | None]:
+        """Why the model call of each node ended; None for a node without one."""
+        raise NotImplementedError
+
+    @property
     def num_turns(self) -> int:
         """The number of model calls."""
-        return sum(node.call is not None for node in self.nodes)
+        return sum(reason is not None for reason in self._finish_reasons)
 
     @property
     def has_response(self) -> bool:
         """Whether the reply of the last model call has content."""
-        reply = next((node.message for node in reversed(self.nodes) if node.call is not None), None)
+        pairs = zip(reversed(self.nodes), reversed(self._finish_reasons))
+        reply = next((node.message for node, reason in pairs if reason is not None), None)
         return reply is not None and bool(reply.content)
 
 
@@ -79,6 +85,11 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
     def nodes(self) -> "Sequence[Node]":
         """All nodes, in arrival order."""
         return _NodeSequence(self)
+
+    @property
+    def _finish_reasons(self) -> Sequence[str | None]:
+        """Why the model call of each node ended; None for a node without one."""
+        return self.graph.finish_reasons
 
     @property
     def leaves(self) -> list[int]:
@@ -133,7 +144,7 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
     @property
     def is_truncated(self) -> bool:
         """Whether a model call was stopped by its length limit."""
-        return any((call := node.call) is not None and call.finish_reason == "length" for node in self.nodes)
+        return "length" in self._finish_reasons
 
     @property
     def last_reply(self) -> str:
@@ -283,6 +294,12 @@ class Branch(_TurnCounts):
     def nodes(self) -> list[Node]:
         """The nodes of the path, root first."""
         return [Node(self.trace, index) for index in self.trace.graph.path_nodes(self.leaf)]
+
+    @property
+    def _finish_reasons(self) -> list[str | None]:
+        """Why the model call of each node of the path ended; None for a node without one."""
+        reasons = self.trace.graph.finish_reasons
+        return [reasons[index] for index in self.trace.graph.path_nodes(self.leaf)]
 
     @property
     def messages(self) -> list[Message]:
