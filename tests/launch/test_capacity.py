@@ -365,11 +365,33 @@ def test_an_allocation_that_fits_with_8_bits_is_accepted(tmp_path):
     assert plan_sizes(run, list_planned_nodes(run))[0].trainer.optim.moments == "8bit"
 
 
-def test_moments_continue_as_in_the_checkpoints_unless_the_run_starts_over(tmp_path):
-    run, nodes = build_run("org/Some-1B", output=tmp_path), [build_machine(8)]
+def write_manifest(run: RunConfig, optimizer: str) -> None:
+    """Write the manifest of a checkpoint that this optimizer wrote."""
     checkpoint = run.path / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
-    CheckpointManifest(step=1, optimizer="adamw-8bit", note={}, files={}).write(checkpoint)
+    CheckpointManifest(step=1, optimizer=optimizer, note={}, files={}).write(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("saved", "optim", "key", "problem"),
+    [
+        ("adamw", {"moments": "8bit"}, "trainer.optim.moments", "expected 'float32' or 'auto'"),
+        ("adamw-8bit", {"moments": "float32"}, "trainer.optim.moments", "expected '8bit' or 'auto'"),
+        ("adamw", {"type": "muon"}, "trainer.optim.type", "expected 'adamw'"),
+    ],
+)
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_a_run_with_checkpoints_refuses_another_optimizer(saved, optim, key, problem, num_gpus, tmp_path):
+    run, nodes = build_run("org/Some-1B", output=tmp_path, trainer={"optim": optim}), [build_machine(num_gpus)]
+    write_manifest(run, saved)
+    with pytest.raises(ConfigInvalid, match=f"{key}: {problem}, as in the run's checkpoints, got"):
+        plan_sizes(run, nodes)
+    plan_sizes(run, nodes, fresh=True)
+
+
+def test_moments_continue_as_in_the_checkpoints_unless_the_run_starts_over(tmp_path):
+    run, nodes = build_run("org/Some-1B", output=tmp_path), [build_machine(8)]
+    write_manifest(run, "adamw-8bit")
     planned, reasons = plan_sizes(run, nodes)
     assert planned.trainer.optim.moments == "8bit"
     assert "trainer.optim.moments = 8bit: as in the run's checkpoints" in reasons

@@ -18,6 +18,7 @@ from ramify.model.resolve import resolve_model_path
 from ramify.trace import AnnotatedTrace, Annotation, Message, Trace, VersionSpan, build_forest, make_padding_forest
 from ramify.train import Batch, Trainer, TrainerConfig, build_trainer, load_loss, pack_forests
 from ramify.train.build import choose_step_sizes, choose_trainer_dtype
+from ramify.train.checkpoint_manifest import SavedOptimizer
 from ramify.train.config import OptimConfig, ScheduleConfig
 from ramify.train.distributed import Ranks
 from ramify.train.master_weights import MasterWeights, round_to_bfloat16
@@ -297,11 +298,15 @@ def test_a_batch_without_packs_changes_nothing(device, dtype):
 def test_the_format_of_moments_is_chosen_once():
     def choose(moments: str, saved: str | None = None, ranks: Ranks = SINGLE_RANK) -> str:
         config = TrainerConfig.model_validate({"optim": {"moments": moments}})
-        return choose_step_sizes(resolve_model_path("tiny"), config, ranks, saved_moments=saved).optim.moments
+        optimizer = None if saved is None else SavedOptimizer("adamw", saved)
+        return choose_step_sizes(resolve_model_path("tiny"), config, ranks, saved_optimizer=optimizer).optim.moments
 
     assert choose("auto") == "float32"
     assert choose("auto", saved="8bit") == "8bit"
-    assert choose("8bit", saved="float32") == "8bit"  # the checkpoint is refused when it is loaded
+    with pytest.raises(
+        ConfigInvalid, match=r"optim\.moments: expected 'float32' or 'auto', as in the run's checkpoints"
+    ):
+        choose("8bit", saved="float32")
     two_ranks = Ranks(torch.device("cpu"), 0, 2)
     assert choose("auto", ranks=two_ranks) == "float32"
     for moments, saved in (("8bit", None), ("auto", "8bit")):

@@ -23,7 +23,7 @@ from ramify.launch.machine import GIB, uses_gpu
 from ramify.launch.memory import choose_vllm_fraction, estimate_trainer, format_size, get_engine_limits
 from ramify.launch.placement import RunPlacement, place_processes
 from ramify.orchestrate.run_config import RunConfig
-from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_moments
+from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_optimizer
 from ramify.train.memory import MAX_MEMORY_FRACTION, ModelSize, check_recompute_layers
 from ramify.train.step_sizes import (
     LAYERS_KEY,
@@ -145,14 +145,17 @@ def plan_sizes(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool =
     """Return the configuration with a value for each size of processes on GPUs that is `auto`, and the reasons.
 
     A run with checkpoints continues with their format of AdamW's moments, unless it starts over (`fresh`). If no sizes
-    fit, the smallest are returned. Raises ConfigInvalid if keys contradict each other.
+    fit, the smallest are returned. Raises ConfigInvalid if keys contradict each other or the checkpoints.
     """
     find_size, planned, reasons = functools.cache(ModelSize.from_name), config, dict[str, str]()
     if (model := find_size(config.model.name)) is not None and not model.is_guessed:
         check_recompute_layers(config.trainer, model.num_layers)
-    moments = None if fresh else find_saved_moments((config.shared_path or config.path) / CHECKPOINTS_DIR)
-    if moments is not None and None not in _list_run_moments(config, nodes):
-        planned, reasons = _with_settings(config, {MOMENTS_KEY: moments}), {MOMENTS_KEY: "as in the run's checkpoints"}
+    saved = None if fresh else find_saved_optimizer((config.shared_path or config.path) / CHECKPOINTS_DIR)
+    if saved is not None:
+        saved.check_continues(config.trainer.optim)
+        if None not in _list_run_moments(config, nodes):
+            planned = _with_settings(config, {MOMENTS_KEY: saved.moments})
+            reasons[MOMENTS_KEY] = "as in the run's checkpoints"
     choice, user_config = _find_sizes(planned, nodes, find_size), planned
     planned = _with_settings(planned, choice.option.settings)
     if choice.option.settings:

@@ -19,7 +19,7 @@ from ramify.processes.training_lock import RESERVED_MEMORY_VARIABLE
 from ramify.run.store.image_store import ImageStore
 from ramify.train.activation_limits import ActivationBudget, ActivationLimits, read_limits, write_limits
 from ramify.train.batch import PackSpec
-from ramify.train.checkpoint_manifest import find_saved_moments
+from ramify.train.checkpoint_manifest import SavedOptimizer, find_saved_optimizer
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks, apply_fsdp
 from ramify.train.losses import load_loss
@@ -64,9 +64,9 @@ def build_trainer(
     is_cuda, choice = ranks.device.type == "cuda", choose_trainer_dtype(config, ranks)
     if is_cuda:
         reserve_gpu_memory(int(os.environ.get(RESERVED_MEMORY_VARIABLE, "0")))
-    saved_moments = find_saved_moments(checkpoints) if checkpoints is not None else None
+    saved = find_saved_optimizer(checkpoints) if checkpoints is not None else None
     config = choose_step_sizes(
-        model_path, config, ranks, saved_moments=saved_moments, seq_len=seq_len, quantize=quantize, log=log
+        model_path, config, ranks, saved_optimizer=saved, seq_len=seq_len, quantize=quantize, log=log
     )
     policy = _load_policy(model_path, config, ranks, choice.dtype, quantize)
     if is_cuda:
@@ -178,19 +178,21 @@ def choose_step_sizes(
     config: TrainerConfig,
     ranks: Ranks,
     *,
-    saved_moments: str | None = None,
+    saved_optimizer: SavedOptimizer | None = None,
     seq_len: int = 0,
     quantize: QuantizeMode | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> TrainerConfig:
     """Return the settings with a value for each size of a step; a plan of an RL run has chosen all of them.
 
-    `saved_moments` is the format of AdamW's moments in the run's checkpoints, which it continues. Raises ConfigInvalid
-    if several ranks would have moments in 8 bits.
+    `saved_optimizer` is the optimizer of the run's checkpoints, whose format of moments it continues. Raises
+    ConfigInvalid if the settings name another one, or if several ranks would have moments in 8 bits.
     """
-    if config.optim.moments == "auto" and saved_moments is not None:
-        config = config.with_moments(saved_moments)
-        log(f"{MOMENTS_KEY} = {saved_moments}: as in the run's checkpoints")
+    if saved_optimizer is not None:
+        saved_optimizer.check_continues(config.optim)
+        if config.optim.moments == "auto":
+            config = config.with_moments(saved_optimizer.moments)
+            log(f"{MOMENTS_KEY} = {saved_optimizer.moments}: as in the run's checkpoints")
     config.optim.check_ranks(ranks.world_size)
     model = ModelSize.from_name(str(model_path))
     if model is not None and not model.is_guessed:

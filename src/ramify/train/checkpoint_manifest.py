@@ -15,21 +15,24 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ramify.core.async_calls import map_in_daemon_threads
-from ramify.core.errors import CheckpointRefused
+from ramify.core.errors import CheckpointRefused, ConfigInvalid
 from ramify.core.files import read_bytes, write_and_fsync
 from ramify.core.watchdog import watch_storage
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
+from ramify.run.store.run_directory import NEW_RUN_HINT
+from ramify.train.config import OptimConfig
 
 CHECKPOINTS_DIR = "checkpoints"  # in the directory of a run
 MANIFEST_FILE = "checkpoint.json"  # the last file to be written
 PIECE_BYTES = 16 << 20  # covered by one checksum
 READ_BYTES = 1 << 20  # read at once
 MAX_THREADS = 8
+QUANTIZED_SUFFIX = "-8bit"  # of an optimizer whose moments have 8 bits
 _NAME_PATTERN = re.compile(rf"step_(\d{{6,}})(?:-({TOKEN_PATTERN}))?")
 
 
@@ -84,14 +87,34 @@ def convert_read_errors(path: Path) -> Iterator[None]:
 
 def name_optimizer(optimizer: str, moments: str) -> str:
     """Return the optimizer as a manifest names it, which includes the format of its moments."""
-    return f"{optimizer}-8bit" if moments == "8bit" else optimizer
+    return f"{optimizer}{QUANTIZED_SUFFIX}" if moments == "8bit" else optimizer
 
 
-def find_saved_moments(directory: Path) -> str | None:
-    """Return the format of the moments in the newest readable checkpoint of a run; None without one."""
+class SavedOptimizer(NamedTuple):
+    """The optimizer that wrote a checkpoint, and the format of its moments."""
+
+    type: str
+    moments: str
+
+    def check_continues(self, optim: OptimConfig) -> None:
+        """Raise ConfigInvalid if a run with these settings cannot continue from the checkpoint."""
+        if optim.type != self.type:
+            key, expected, value = "type", repr(self.type), optim.type
+        elif optim.moments not in (self.moments, "auto"):
+            key, expected, value = "moments", f"{self.moments!r} or 'auto'", optim.moments
+        else:
+            return
+        problem = f"expected {expected}, as in the run's checkpoints, got {value!r}; {NEW_RUN_HINT}"
+        raise ConfigInvalid(problem, key=f"trainer.optim.{key}")
+
+
+def find_saved_optimizer(directory: Path) -> SavedOptimizer | None:
+    """Return the optimizer of the newest readable checkpoint of a run; None without one."""
     for path in reversed(list_checkpoints(directory)):
         with contextlib.suppress(CheckpointRefused):
-            return "8bit" if CheckpointManifest.read(path).optimizer.endswith("-8bit") else "float32"
+            name = CheckpointManifest.read(path).optimizer
+            moments = "8bit" if name.endswith(QUANTIZED_SUFFIX) else "float32"
+            return SavedOptimizer(name.removesuffix(QUANTIZED_SUFFIX), moments)
     return None
 
 
