@@ -1,6 +1,7 @@
 """`ramify export --model`: the model of any step that still has weights or a checkpoint, as transformers loads it."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -158,6 +159,25 @@ def test_an_exported_adapter_in_peft_gives_the_logits_of_the_published_model(lor
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     assert main(["export", str(run), "--adapter"]) == 1
     assert "CheckpointRefused" in capsys.readouterr().err
+
+
+def test_an_adapter_of_an_older_step_is_exported(lora_run, tmp_path, capsys):
+    command = ["export", str(lora_run.path), "--adapter", "-o"]
+    assert main([*command, str(tmp_path / "first"), "--step", "1"]) == 0
+    assert f"adapter of step 1 in {tmp_path / 'first'}" in capsys.readouterr().out
+    assert main([*command, str(tmp_path / "last")]) == 0
+    first, last = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("first", "last"))
+    assert any(not torch.equal(first[name], value) for name, value in last.items())
+    assert main([*command, str(tmp_path / "none"), "--step", "7"]) == 2
+    assert "--step: expected one of the available steps or best:METRIC, got '7'" in capsys.readouterr().err
+
+
+def test_exporting_an_adapter_warns_if_the_base_was_quantized(lora_run, tmp_path, capsys):
+    run = Path(shutil.copytree(lora_run.path, tmp_path / "quantized"))
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(re.sub("^quantize = .*", 'quantize = "4bit"', config, flags=re.MULTILINE))
+    assert main(["export", str(run), "--adapter"]) == 0
+    assert "beside a base in 4 bits" in capsys.readouterr().err
 
 
 def _read_metrics(finished: SftResult, capsys, name: str) -> list[dict[str, float]]:

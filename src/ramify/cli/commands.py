@@ -293,8 +293,8 @@ Keys, the most used first:""",
                 "--step",
                 metavar="N|best:METRIC",
                 default="",
-                help="with --model: the step to export, or the step with the highest METRIC (lowest for a loss) among "
-                "the steps whose weights still exist (default: the last)",
+                help="with --model or --adapter: the step to export, or the step with the highest METRIC (lowest for a "
+                "loss) among the steps whose weights still exist (default: the last)",
             ),
             switch("--dry-run", "with --model: print the directory, and write nothing"),
             option("--best", metavar="N", type=int, help="with --to sft: rollouts of each group (default: 1)"),

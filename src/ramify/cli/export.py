@@ -17,7 +17,7 @@ from ramify.core.hub import get_endpoint
 from ramify.core.names import format_count
 from ramify.run.store import RunStore, export_run, wrap_storage_errors
 from ramify.run.store.run_log import RunLog
-from ramify.train.exported_models import export_model
+from ramify.train.exported_models import export_adapter, export_model
 from ramify.train.model_card import CURVE_NAME, CURVES_FILE, write_model_card
 
 PROGRESS_INTERVAL = 2.0  # seconds between progress lines
@@ -31,8 +31,8 @@ def run(options: Namespace) -> int:
         raise ConfigInvalid("--best and --min-reward choose the rollouts of --to sft")
     if options.best is not None and options.best < 1:
         raise ConfigInvalid(f"--best: expected at least 1, got {options.best}")
-    if options.step and options.model is None:
-        raise ConfigInvalid("--step chooses the model that is exported; give --model too")
+    if options.step and options.to:
+        raise ConfigInvalid("--step chooses the model or adapter that is exported; give --model or --adapter instead")
     if options.dry_run and options.model is None:
         raise ConfigInvalid("--dry-run prints where --model is written; give --model too")
     if options.model is not None and file is not None:
@@ -41,7 +41,7 @@ def run(options: Namespace) -> int:
         directory = Path(options.model) if options.model else None
         return _export_model(options.run, directory, options.step, dry_run=options.dry_run)
     if options.adapter:
-        return _export_adapter(options.run, file)
+        return _export_adapter(options.run, file, options.step)
     if options.to == "sft":
         return _export_conversations(options.run, file, options.best or 1, options.min_reward)
     with open_run_readonly(options.run) as store:
@@ -80,14 +80,15 @@ def _export_conversations(run: str, file: Path | None, best: int, min_reward: fl
     return 0
 
 
-def _export_adapter(run: str, directory: Path | None) -> int:
-    from ramify.train.model_export import export_adapter  # loads torch
-
+def _export_adapter(run: str, directory: Path | None, step: str) -> int:
     with open_run_readonly(run) as store, wrap_storage_errors(directory or store.path):
-        step, directory = export_adapter(store, directory)
-    print(
-        f"adapter of step {step} in {directory}; load it with peft.PeftModel.from_pretrained(model, {str(directory)!r})"
-    )
+        exported = export_adapter(store, directory, step)
+    loading = f"load it with peft.PeftModel.from_pretrained(model, {str(exported.directory)!r})"
+    print(f"adapter of step {exported.step} in {exported.directory}; {loading}")
+    if exported.quantize:
+        base = f"a base in {exported.quantize.removesuffix('bit')} bits"
+        advice = f"`ramify export {shlex.quote(run)} --model` merges it into that base"
+        print(f"note: it was trained beside {base}, not beside the original; {advice}", file=sys.stderr)
     return 0
 
 

@@ -11,7 +11,16 @@ from ramify.cli.arguments import ConfigCall
 from ramify.cli.run_lookup import describe_resume
 from ramify.core.config import dry_run
 from ramify.core.display import choose_display
-from ramify.core.errors import CheckpointRefused, ClusterTooSmall, ConfigInvalid, RamifyError, RunBusy, RunDamaged
+from ramify.core.errors import (
+    CheckpointRefused,
+    ClusterTooSmall,
+    ConfigInvalid,
+    ModelNotFound,
+    ModelUnsupported,
+    RamifyError,
+    RunBusy,
+    RunDamaged,
+)
 from ramify.launch.dashboard import RunContent
 from ramify.launch.demands import list_planned_nodes
 from ramify.launch.launcher import ClusterNode
@@ -122,8 +131,8 @@ def _train(call: ConfigCall[RunConfig]) -> int:
         result = rl(
             config, fresh=flags.fresh, accept_changes=flags.accept_changes, display=choose_display(RunContent())
         )
-    except (CheckpointRefused, ConfigInvalid, RunBusy, RunDamaged):  # a rerun would fail too
-        raise
+    except (CheckpointRefused, ConfigInvalid, ModelNotFound, ModelUnsupported, RunBusy, RunDamaged):
+        raise  # a rerun would fail too
     except RamifyError:
         print(describe_resume(config.path, resume_command), file=sys.stderr)
         raise

@@ -1,11 +1,11 @@
-"""The models of a run, by step, as directories that transformers and vLLM load. Importable without torch.
+"""The models and adapters of a run, by step, as directories that other libraries load. Importable without torch.
 
 Few versions of the published weights are kept, so the model is copied from there if its step is among them, and built
 from the checkpoint of the step otherwise. The adapters of a LoRA run are merged into its base model in both cases.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,13 +47,8 @@ def export_model(
     if directory is not None and directory.exists():
         raise ConfigInvalid(f"{directory} already exists: remove it, or choose another directory")
     _, trainer = read_run_config(run / CONFIG_FILE)
-    ledger = Ledger.open_readonly(store)
-    published, checkpoint_steps = _find_published(run / WEIGHTS_DIR), list_saved_steps(run / CHECKPOINTS_DIR)
-    committed = ledger.progress().committed or max(checkpoint_steps, default=0)
-    available = sorted(number for number in {*published, *checkpoint_steps} if 0 < number <= committed)
-    if not available:
-        raise ConfigInvalid(f"{run} has no checkpoint yet, so there is no model to export")
-    chosen = _choose_step(step, available, store)
+    ledger, published = Ledger.open_readonly(store), _find_published(run / WEIGHTS_DIR)
+    chosen = _choose_step(step, {*published, *list_saved_steps(run / CHECKPOINTS_DIR)}, store, ledger)
     target = directory or get_model_directory(run, chosen)
     if not dry_run and not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,19 +68,58 @@ def _write_model(directory: Path, run: Path, step: int, published: Mapping[int, 
         return
     from ramify.train.model_export import build_model  # loads torch
 
-    checkpoint: Path | None = None
-    if step not in published:
-        commit = ledger.get_commit(step)
-        checkpoint = find_committed_checkpoint(run / CHECKPOINTS_DIR, step, commit.directory if commit else "")
+    checkpoint = None if step in published else _find_checkpoint(run, step, ledger)
     build_model(directory, run, step, checkpoint, published)
 
 
-def _choose_step(step: str, available: list[int], store: RunStore) -> int:
-    """Return the step that was asked for. Raises ConfigInvalid if it is not available."""
+@dataclass(frozen=True, slots=True)
+class ExportedAdapter:
+    """An adapter that was exported, and the format of the base model that it was trained with, if it is quantized."""
+
+    step: int
+    directory: Path
+    quantize: str | None
+
+
+def export_adapter(store: RunStore, directory: Path | None = None, step: str = "") -> ExportedAdapter:
+    """Write the adapter after a step for peft, by default to `adapter-STEP` in the run; `step` is as for models.
+
+    Raises ConfigInvalid if the run trains no adapter, the directory exists or there is no such step, CheckpointRefused
+    if the checkpoint is damaged.
+    """
+    from ramify.train.model_export import write_adapter  # loads torch
+
+    run = store.path
+    model, trainer = read_run_config(run / CONFIG_FILE)
+    if not trainer.lora.enabled:
+        raise ConfigInvalid(f"{run} has no adapter: it was not trained with [trainer.lora]")
+    ledger = Ledger.open_readonly(store)
+    chosen = _choose_step(step, set(list_saved_steps(run / CHECKPOINTS_DIR)), store, ledger)
+    target = directory or run / f"adapter-{chosen:06}"
+    if target.exists():
+        raise ConfigInvalid(f"{target} already exists: remove it, or choose another directory with -o")
+    write_adapter(target, _find_checkpoint(run, chosen, ledger), trainer.lora, model.name)
+    return ExportedAdapter(chosen, target, model.quantize)
+
+
+def _find_checkpoint(run: Path, step: int, ledger: Ledger) -> Path:
+    commit = ledger.get_commit(step)
+    return find_committed_checkpoint(run / CHECKPOINTS_DIR, step, commit.directory if commit else "")
+
+
+def _choose_step(step: str, stored: Set[int], store: RunStore, ledger: Ledger) -> int:
+    """Return the step that was asked for, one of the committed steps in `stored`; the last one if `step` is empty.
+
+    Raises ConfigInvalid if it is not available.
+    """
+    committed = ledger.progress().committed or max(stored, default=0)
+    available = sorted(number for number in stored if 0 < number <= committed)
+    if not available:
+        raise ConfigInvalid(f"{store.path} has no checkpoint yet, so there is nothing to export")
     if not step:
         return available[-1]
     listed = ", ".join(map(str, available))
-    steps = f"steps of {store.path} with a model: {listed} (checkpoint.keep_last, keep_best, keep_interval)"
+    steps = f"steps of {store.path} that are stored: {listed} (checkpoint.keep_last, keep_best, keep_interval)"
     if not step.startswith(BEST_PREFIX):
         if not step.isdecimal() or int(step) not in available:
             raise ConfigInvalid(f"--step: expected one of the available steps or best:METRIC, got {step!r}; {steps}")

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
 from ramify.core.config import CONFIG_FILE
-from ramify.core.errors import ConfigInvalid
 from ramify.core.files import create_directory, write_and_fsync
 from ramify.core.hub import is_hub_id
 from ramify.model.kernels.quantization import QuantizeMode, dequantize_matrix, quantize_matrix
@@ -19,15 +18,9 @@ from ramify.model.load import load_config, load_hf_model
 from ramify.model.lora import ADAPTER_NAME, get_adapter_names, is_adapter_weight, merge_adapter
 from ramify.model.resolve import fetch_model, resolve_model_path
 from ramify.model.weights import get_untied_tensors, publish_weights, write_safetensors
-from ramify.run.store import RunStore
-from ramify.run.store.ledger import Ledger
 from ramify.trace.version import PolicyVersion
 from ramify.train.checkpoint import ignore_single_process_warning
-from ramify.train.checkpoint_manifest import (
-    find_committed_checkpoint,
-    list_completed_steps,
-    verify_checkpoint,
-)
+from ramify.train.checkpoint_manifest import verify_checkpoint
 from ramify.train.checkpoint_metadata import MetadataReader
 from ramify.train.config import LoraConfig, TrainerConfig, read_run_config
 from ramify.train.master_weights import round_to_bfloat16
@@ -103,25 +96,12 @@ WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config
 _MATRIX_NAME_PATTERN = re.compile(rf"(?P<module>.+)\.(?P<side>lora_[AB])\.{ADAPTER_NAME}\.weight")
 
 
-def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int, Path]:
-    """Write the adapter of the last committed checkpoint for peft; return its step and the directory.
+def write_adapter(directory: Path, checkpoint: Path, lora: LoraConfig, model_name: str) -> None:
+    """Write the adapter of a checkpoint to `directory`, for peft.
 
     A checkpoint of a LoRA run holds only the adapter's matrices, in float32, so no model is needed. Raises
-    ConfigInvalid if the run trains no adapter or the directory exists, CheckpointRefused if the checkpoint is damaged.
+    CheckpointRefused if the checkpoint is damaged.
     """
-    run = store.path
-    model, trainer = read_run_config(run / CONFIG_FILE)
-    if not trainer.lora.enabled:
-        raise ConfigInvalid(f"{run} has no adapter: it was not trained with [trainer.lora]")
-    ledger = Ledger.open_readonly(store)
-    step = ledger.progress().committed or max(list_completed_steps(run / "checkpoints"), default=0)
-    if not step:
-        raise ConfigInvalid(f"{run} has no checkpoint yet, so there is no adapter to export")
-    commit = ledger.get_commit(step)
-    checkpoint = find_committed_checkpoint(run / "checkpoints", step, commit.directory if commit else "")
-    directory = directory or run / f"adapter-{step:06}"
-    if directory.exists():
-        raise ConfigInvalid(f"{directory} already exists: remove it, or choose another directory with -o")
     verify_checkpoint(checkpoint)
     masters = MasterReader(checkpoint)
     matches = {_MATRIX_NAME_PATTERN.fullmatch(name): masters.read(name) for name in sorted(masters.names)}
@@ -132,9 +112,8 @@ def export_adapter(store: RunStore, directory: Path | None = None) -> tuple[int,
     }
     with create_directory(directory) as partial_path:
         write_safetensors(partial_path / WEIGHTS_FILE, tensors)
-        table = build_peft_config(trainer.lora, model.name, list(tensors))
+        table = build_peft_config(lora, model_name, list(tensors))
         write_and_fsync(partial_path / ADAPTER_CONFIG_FILE, json.dumps(table, indent=2).encode())
-    return step, directory
 
 
 def build_peft_config(lora: LoraConfig, model_name: str, tensor_names: Sequence[str]) -> dict[str, Any]:
