@@ -28,6 +28,7 @@ def test_every_hint_names_a_key(name):
         (["sft", "x.toml"], "unexpected argument 'x.toml': a configuration file is '@ x.toml'"),
         (["rl", "--config", "x.toml"], "unknown flag --config; a file is given as '@ x.toml'"),
         (["rl", "@", "run.toml", "--learning_rate", "1e-4"], "did you mean --trainer.optim.lr?"),
+        (["rl", "@", "run.toml", "--trainer.lr", "1e-4"], "did you mean --trainer.optim.lr?"),
         (["rl", "@", "run.toml", "--num_generations", "8"], "did you mean --orchestrator.group_size?"),
         (["sft", "-d", "x.csv", "--per_device_train_batch_size", "8"], "did you mean --batch_size?"),
         (["rl", "@", "run.toml", "--trainer.loss.id", "grpo"], "'grpo'; it is an algorithm"),

@@ -284,7 +284,7 @@ def _options_and_data(key: KeyPath, layers: ConfigLayers) -> tuple[list[Any], An
 
 
 def _suggest_key(key: KeyPath, layers: ConfigLayers, command_flags: Sequence[str]) -> str:
-    """Return a hint: a similar key in the same section, or else one elsewhere, or else the valid keys."""
+    """Return a hint: the same key further down, a similar one in the section or elsewhere, or else the valid keys."""
     *section, name = key
     options, table = _options_and_data(tuple(section), layers)
     valid_keys = section_keys(options)
@@ -305,9 +305,12 @@ def _suggest_key(key: KeyPath, layers: ConfigLayers, command_flags: Sequence[str
         return f"a file is given as '@ {table[name]}'"
     if hint := find_key_hint(layers.cls, str(name)):
         return f"did you mean {'' if ' = ' in hint else dashes}{hint}?"
+    keys = list(iter_keys(layers.cls))
+    if section and (below := next((other for other in keys if (*other[: len(section)], other[-1]) == key), None)):
+        return f"did you mean {dashes}{format_key(below)}?"
     if similar := find_similar(str(name), valid_keys):
         return f"did you mean {dashes}{format_key((*section, similar))}?"
-    elsewhere = {str(other[-1]): other for other in reversed(list(iter_keys(layers.cls)))}
+    elsewhere = {str(other[-1]): other for other in reversed(keys)}
     if similar := find_similar(str(name), elsewhere, cutoff=0.8):
         if section and len(elsewhere[similar]) == 1 and not dashes:  # in a file, "did you mean" would repeat the name
             return f"{similar} is a key of the top level; valid here: {', '.join(valid_keys)}"
