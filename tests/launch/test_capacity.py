@@ -15,6 +15,7 @@ from ramify.cli import main
 from ramify.core.errors import ClusterTooSmall, ConfigInvalid
 from ramify.launch.capacity import check_allocation, find_long_path_warning, place_run, plan_sizes
 from ramify.launch.demands import list_planned_nodes
+from ramify.launch.launcher import ClusterNode
 from ramify.launch.memory import count_version_bytes
 from ramify.launch.plan import format_plan, plan_run
 from ramify.orchestrate.run_config import RunConfig
@@ -95,6 +96,35 @@ def test_a_base_in_4_bits_is_advised_where_trainer_and_engine_then_fit():
         run = build_run({"name": "org/Some-8B", "quantize": "4bit"}, **lora, **more)
         with pytest.raises(ClusterTooSmall, match="not enough memory"):  # their engines are in bfloat16
             plan_run(run, [build_machine(1, gpu_gib=24)])
+
+
+def read_advice(run: RunConfig, machine: ClusterNode) -> str:
+    """Return what would fit, as a run that does not fit the machine is refused with it."""
+    with pytest.raises(ClusterTooSmall) as caught:
+        plan_run(run, [machine])
+    return next(line for line in caught.value.message.splitlines() if line.startswith("it would fit with"))
+
+
+def test_a_setting_that_saves_nothing_is_not_advised():
+    advice = read_advice(build_run("org/Some-30B-A3B", seq_len=2048), build_machine(1))
+    assert "with --trainer.lora.enabled true on 2 GPUs (--assume-gpus 2x80)" in advice
+    assert "quantize" not in advice  # experts are not quantized
+    trainer = {"pack_tokens": 16384, "recompute_layers": 0}
+    advice = read_advice(build_run("org/Some-8B", seq_len=2048, trainer=trainer), build_machine(1, gpu_gib=60))
+    assert "with --trainer.pack_tokens auto --trainer.lora.enabled true (" in advice
+
+
+def test_the_fewest_gpus_of_a_larger_machine_are_advised():
+    advice = read_advice(build_run("org/Some-8B", seq_len=2048), build_machine(1))
+    assert "with --launch.gpu_placement colocated on 3 GPUs (--assume-gpus 3x80) (at least 7" in advice
+    assert advice.endswith(", or with these settings on 6 GPUs (--assume-gpus 6x80) (at least 58.5 GiB of a GPU)")
+    undivided = build_run("org/Some-8B", seq_len=2048, launch={"gpu_placement": "split"})
+    assert re.findall(r"on \d GPUs", read_advice(undivided, build_machine(2))) == ["on 6 GPUs"]
+
+
+def test_another_division_is_not_advised_on_a_larger_machine_if_one_of_this_machine_fits():
+    advice = read_advice(build_run("org/Some-8B", seq_len=2048), build_machine(4))
+    assert re.findall(r"trainer_gpus \d|on \d GPUs", advice) == ["trainer_gpus 3", "on 6 GPUs"]
 
 
 def test_advice_is_not_repeated_with_more_settings():

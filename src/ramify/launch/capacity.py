@@ -6,6 +6,7 @@ not what it computes; the format of AdamW's moments does, so float32 is preferre
 found by the same search with other settings, so it is right by construction.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -39,7 +40,7 @@ from ramify.train.step_sizes import (
     list_step_options,
 )
 
-TRIED_GPUS = (2, 4, 8)  # of a machine, when a run that does not fit looks for one that it does
+MAX_ADVISED_GPUS = 8  # of a machine that is suggested
 MIN_SEQ_LEN = 512  # the shortest that is suggested
 # How much slower a run is with a part of the KV cache that its requests can need at their full length.
 CACHE_COSTS = {1: 1.0, 1 / 2: 1.01, 1 / 4: 1.04, 1 / 8: 1.16, 1 / 16: 1.4, 1 / 32: 2.0, 1 / 64: 3.2, 1 / 128: 5.6}
@@ -315,47 +316,56 @@ def find_long_path_warning(config: RunConfig, placement: RunPlacement) -> str | 
 def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: FindSize) -> str:
     """Return the flags with which the run would fit: on the same nodes, also with LoRA, or on a machine with more GPUs.
 
-    On one machine, other divisions of its GPUs are tried too.
+    On one machine, other divisions of its GPUs are tried too. Of each combination, only flags that it needs are listed.
     """
     node, alternatives, fitting = nodes[0], list[str](), list[Settings]()
 
+    def measure_need(settings: Settings, on: Sequence[ClusterNode]) -> int | None:
+        """Return how much memory of a GPU the run needs at least with these settings; None if it does not fit."""
+        changed = _with_settings(config, settings)
+        with contextlib.suppress(ConfigInvalid):
+            for moments in _list_run_moments(changed, on):
+                smallest = _with_settings(changed, _list_options(changed, on, find_size, moments)[-1].settings)
+                if fits(smallest, on, find_size):
+                    return _measure_gpu_need(smallest, on, find_size)
+        return None
+
     def add_option(settings: Settings, where: str = "", on: Sequence[ClusterNode] = nodes) -> bool:
         """Add an alternative, unless an earlier one is a part of it, and return whether it fits."""
-        if any(earlier.items() <= settings.items() for earlier in fitting):
+        is_listed = any(earlier.items() <= settings.items() for earlier in fitting)
+        if is_listed or (needed := measure_need(settings, on)) is None:
             return False
-        changed = _with_settings(config, settings)
-        try:
-            choice = _find_sizes(changed, on, find_size)
-        except ConfigInvalid:
-            return False
-        if choice.is_fitting:
-            fitting.append(settings)
-            needed = _measure_gpu_need(_with_settings(changed, choice.smallest.settings), on, find_size)
-            flags = " ".join(_format_flag(key, value) for key, value in settings.items()) or "these settings"
-            alternatives.append(f"{flags}{where}" + (f" (at least {needed / GIB:.1f} GiB of a GPU)" if needed else ""))
-        return choice.is_fitting
+        for key in reversed(list(settings)):
+            fewer = {other: value for other, value in settings.items() if other != key}
+            if fewer and (need_of_fewer := measure_need(fewer, on)) is not None:
+                settings, needed = fewer, need_of_fewer
+        fitting.append(settings)
+        flags = " ".join(_format_flag(key, value) for key, value in settings.items()) or "these settings"
+        alternatives.append(f"{flags}{where}" + (f" (at least {needed / GIB:.1f} GiB of a GPU)" if needed else ""))
+        return True
 
-    savings, launch = _list_savings(config), config.launch
+    savings = _list_savings(config)
     if not any(add_option({key: value}) for key, value in savings.items()) and len(savings) > 1:
         add_option(savings)
-    adapters = savings if config.trainer.lora.enabled else {**savings, "trainer.lora.enabled": True}
-    if config.model.quantize is None and (config.trainer.lora.enabled or not add_option(adapters)):
-        adapters = {**adapters, "model.quantize": "4bit"}
-        add_option(adapters)
+    lora = {**savings, "trainer.lora.enabled": True}
+    adapters = [] if config.trainer.lora.enabled else [lora]
+    adapters += [{**lora, "model.quantize": "4bit"}] if config.model.quantize is None else []
+    any(add_option(settings) for settings in adapters)
     lengths = (config.seq_len >> shift for shift in range(1, 8))
     any(add_option({**savings, "seq_len": length}) for length in lengths if length >= MIN_SEQ_LEN)
-    num_ranks = launch.trainer_gpus or config.cluster.trainer.num_ranks
-    if node.allows_sharing and launch.gpu_placement == "auto" and num_ranks is None:
-        of_ranks = {key: value for key, value in savings.items() if key != MOMENTS_KEY}  # several ranks have no 8 bits
-        divisions = [{**of_ranks, "launch.trainer_gpus": count} for count in range(2, int(node.num_gpus))]
-        divisions += [{**savings, "launch.gpu_placement": "colocated"}] if node.num_gpus > 1 else []
-        any(add_option(division) for division in divisions)
-    for num_gpus in TRIED_GPUS if node.allows_sharing and node.num_gpus else ():
+    is_divided = any(add_option(division) for division in _list_divisions(config, node, savings))
+
+    def add_machine(num_gpus: int, *changes: Settings) -> bool:
+        """Add the first of `changes` with which the run fits a machine like this one with more GPUs."""
+        machine = dataclasses.replace(node, num_gpus=num_gpus)
         where = f" on {num_gpus} GPUs (--assume-gpus {num_gpus}x{node.gpu_memory / GIB:g})"
-        more = [dataclasses.replace(node, num_gpus=num_gpus)]
-        tried: list[Settings] = [{}, savings, adapters] if num_gpus > node.num_gpus else []
-        if any(add_option(settings, where, more) for settings in tried):
-            break
+        divisions = [] if is_divided or not changes else _list_divisions(config, machine, savings)
+        return any(add_option(settings, where, [machine]) for settings in [{}, *divisions, *changes])
+
+    if node.allows_sharing and node.num_gpus:
+        larger = range(int(node.num_gpus) + 1, MAX_ADVISED_GPUS + 1)
+        any(add_machine(num_gpus, savings, *adapters) for num_gpus in larger)
+        any(add_machine(num_gpus) for num_gpus in larger)
     if not node.num_gpus and config.trainer.device == "auto":
         alternatives.append("GPUs (`--dry-run --assume-gpus 8x80` plans for eight GPUs of 80 GiB each)")
     if not alternatives:
@@ -363,6 +373,17 @@ def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: F
         if node.num_gpus > 1:
             alternatives.insert(1, "vLLM engines of several GPUs (inference.tensor_parallel)")
     return f"it would fit with {', or with '.join(alternatives)}"
+
+
+def _list_divisions(config: RunConfig, node: ClusterNode, savings: Settings) -> list[Settings]:
+    """Return settings for other divisions of a machine's GPUs, each with `savings`; none if the user set a division."""
+    launch, num_gpus = config.launch, int(node.num_gpus)
+    num_ranks = launch.trainer_gpus or config.cluster.trainer.num_ranks
+    if not node.allows_sharing or launch.gpu_placement != "auto" or num_ranks is not None or num_gpus < 2:
+        return []
+    of_ranks = {key: value for key, value in savings.items() if key != MOMENTS_KEY}  # several ranks have no 8 bits
+    divisions = [{**of_ranks, "launch.trainer_gpus": count} for count in range(2, num_gpus)]
+    return [*divisions, {**savings, "launch.gpu_placement": "colocated"}]
 
 
 def _list_savings(config: RunConfig) -> Settings:
