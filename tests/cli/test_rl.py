@@ -86,6 +86,7 @@ def test_assumed_gpus_are_planned_but_not_run_on(tmp_path, capsys):
         (["8x80"], "--assume-gpus: only with --dry-run"),
         (["eight", "--dry-run"], "--assume-gpus: expected COUNTxGIB, such as 8x80, got 'eight'"),
         (["1x0", "--dry-run"], "--assume-gpus: expected COUNTxGIB, such as 8x80, got '1x0'"),
+        (["0x80", "--dry-run"], "--assume-gpus: expected COUNTxGIB, such as 8x80, got '0x80'"),
         (["1x80", "--dry-run", "--assume-gpus", "2x80"], "--assume-gpus is allowed once"),
         (["8x80", "--dry-run", "--cluster", "ray"], "--assume-gpus: not allowed with --cluster"),
     ):

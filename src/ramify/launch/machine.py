@@ -117,7 +117,7 @@ def assume_machine(text: str) -> ClusterNode:
     Its memory is unknown. Raises ConfigInvalid.
     """
     match = ASSUMED_GPUS_PATTERN.fullmatch(text)
-    if match is None or (int(match[1]) and not float(match[2])):
+    if match is None or not int(match[1]) or not float(match[2]):
         raise ConfigInvalid(f"expected COUNTxGIB, such as 8x80, got {text!r}", key="--assume-gpus")
     return ClusterNode(
         "assumed",
