@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ramify.core.errors import ConfigInvalid
+from ramify.launch.machine import assume_machine
 from ramify.launch.memory import estimate_disk
 from ramify.launch.plan import build_plan
 from tests.launch.test_plan import config
@@ -56,6 +57,16 @@ def test_disk_without_room_for_two_checkpoints_is_refused(small_disk):
     with pytest.raises(ConfigInvalid, match=r"output: the disk of .*/run is too small: 2 checkpoints of 1\d\.\d MiB"):
         plan_here(config(small_disk, max_steps=8, checkpoint={"interval": 1}, **ON_DISK))
     plan_here(config(small_disk, max_steps=8, checkpoint={"interval": 8}, **ON_DISK))  # it saves once
+
+
+@pytest.mark.megabytes(30)
+def test_disk_of_this_machine_is_only_warned_about_if_the_run_is_planned_for_another(small_disk):
+    run = config(small_disk, max_steps=8, **ON_DISK)
+    lines = format_lines(build_plan(run, [assume_machine("1x80")]))
+    assert any(line.startswith("warning: the disk of ") and "is too small" in line for line in lines)
+    assert "memory of each GPU in GiB, roughly:" in lines
+    with pytest.raises(ConfigInvalid, match=r"output: the disk of .* is too small"):
+        build_plan(run, GPU)
 
 
 @pytest.mark.megabytes(30)
