@@ -78,7 +78,7 @@ def test_advice_does_not_ask_for_gpus_that_are_not_there():
         r"--trainer.lora.enabled true .*\(--assume-gpus 2x24\) \(at least [12]\d.\d GiB of a GPU\)",
         caught.value.message,
     )
-    with pytest.raises(ClusterTooSmall, match=r"it would fit with a smaller model, or with larger GPUs$"):
+    with pytest.raises(ClusterTooSmall, match=r"it would fit with a smaller model, or with larger GPUs\n"):
         plan_run(build_run("org/Some-700B"), [build_machine(1)])
 
 
@@ -170,6 +170,16 @@ def test_packs_are_larger_than_16k_only_where_they_take_no_gpu_from_engines():
     run = build_run("org/Some-500M", seq_len=2048)
     plans = [plan_run(run, [build_machine(num_gpus, gpu_gib=140)])[0] for num_gpus in (1, 2)]
     assert [planned.trainer.pack_tokens for planned in plans] == [49_152, 16_384]
+
+
+def test_a_model_that_is_guessed_from_its_name_is_noted():
+    note = "note: the size of org/Some-4B is guessed from its name, so its memory can be off by a tenth or more; "
+    note += "'ramify model fetch org/Some-4B' makes it exact"
+    assert note in format_plan(*plan_run(build_run("org/Some-4B"), [build_machine(1)]))
+    with pytest.raises(ClusterTooSmall, match=re.escape(f"\n{note}")):
+        plan_run(build_run("org/Some-4B"), [build_machine(1, gpu_gib=8)])
+    lines = format_plan(*plan_run(build_run("tiny"), [build_machine(1)]))
+    assert not any("guessed" in line for line in lines)
 
 
 def test_a_pack_holds_the_longest_path():

@@ -25,7 +25,7 @@ from ramify.launch.memory import choose_vllm_fraction, estimate_trainer, format_
 from ramify.launch.placement import RunPlacement, place_processes
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_optimizer
-from ramify.train.memory import MAX_MEMORY_FRACTION, ModelSize, check_recompute_layers
+from ramify.train.memory import GUESSED_ORIGIN, MAX_MEMORY_FRACTION, ModelSize, check_recompute_layers
 from ramify.train.step_sizes import (
     LAYERS_KEY,
     MOMENTS_KEY,
@@ -74,7 +74,7 @@ def place_run(config: RunConfig, nodes: Sequence[ClusterNode], *, user_config: R
         if problems := _list_shortages(unlimited):
             lines = [f"not enough memory: {problem}" for problem in problems]
             advice = _format_advice(user_config or config, nodes, find_size)
-            lines += [advice, *list_gpu_notes(config, nodes)]
+            lines += [advice, *list_assumption_notes(config, nodes, find_size(config.model.name))]
             raise ClusterTooSmall("\n".join(lines)) from None
         raise
 
@@ -129,14 +129,17 @@ def _list_shortages(placement: RunPlacement) -> list[str]:
     ]
 
 
-def list_gpu_notes(config: RunConfig, nodes: Sequence[ClusterNode]) -> list[str]:
-    """Return a note if the memory of the nodes' GPUs is only assumed."""
-    shape = config.cluster.node
+def list_assumption_notes(config: RunConfig, nodes: Sequence[ClusterNode], model: ModelSize | None) -> list[str]:
+    """Return a note if the memory of the nodes' GPUs is only assumed, and one if the model is guessed from its name."""
+    shape, name, notes = config.cluster.node, config.model.name, list[str]()
     is_known = not config.cluster.is_distributed or "gpu_memory_gib" in shape.model_fields_set
-    if is_known or not any(node.num_gpus for node in nodes):
-        return []
-    assumption = f"each GPU is assumed to have {shape.gpu_memory_gib:g} GiB, which Ray does not report"
-    return [f"note: {assumption}; set cluster.node.gpu_memory_gib"]
+    if not is_known and any(node.num_gpus for node in nodes):
+        assumption = f"each GPU is assumed to have {shape.gpu_memory_gib:g} GiB, which Ray does not report"
+        notes.append(f"note: {assumption}; set cluster.node.gpu_memory_gib")
+    if model is not None and model.is_guessed:
+        guess = f"the size of {name} is {GUESSED_ORIGIN}, so its memory can be off by a tenth or more"
+        notes.append(f"note: {guess}; 'ramify model fetch {name}' makes it exact")
+    return notes
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

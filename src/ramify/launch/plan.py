@@ -26,7 +26,7 @@ from ramify.infer.config import (
     ServeConfig,
     VLLMConfig,
 )
-from ramify.launch.capacity import find_long_path_warning, list_gpu_notes, place_run, plan_sizes
+from ramify.launch.capacity import find_long_path_warning, list_assumption_notes, place_run, plan_sizes
 from ramify.launch.demands import ENGINE_PREFIX, ENV_PREFIX, ORCHESTRATOR, TRAINER, build_service_demands
 from ramify.launch.launcher import ClusterNode, PlacementRequest, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.launch.machine import GIB
@@ -106,7 +106,7 @@ def format_plan(config: RunConfig, placement: RunPlacement, origin: str = "", *,
     model = ModelSize.from_name(config.model.name)
     disk = estimate_disk(config, placement.nodes, fresh=fresh)
     notes = [
-        *list_gpu_notes(config, placement.nodes),
+        *list_assumption_notes(config, placement.nodes, model),
         *([] if disk is None else [str(disk)]),
         *list_model_notes(config),
         *list_dataset_notes(config),
