@@ -76,6 +76,8 @@ def _read_records(data: bytes) -> Iterator[bytes]:
             continue
         _, length, kind = FRAGMENT.unpack_from(data, offset)
         offset += FRAGMENT.size
+        if offset + length > len(data):  # wandb's process is still writing it
+            return
         parts += data[offset : offset + length]
         offset += length
         if kind in (FULL, LAST):
