@@ -1,18 +1,21 @@
 """`docs/models.md` and `ramify doctor --model` say what the code does with each family, by the config alone."""
 
+import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, PreTrainedConfig
 
 from ramify.cli import main
 from ramify.core.errors import ConfigInvalid, ModelUnsupported
 from ramify.launch.run_checks import check_run
-from ramify.model.load import load_engine_model
+from ramify.model.load import load_config, load_engine_model, load_hf_model
 from ramify.model.pack_layout import choose_pack_layout
 from ramify.model.resolve import ALWAYS_SUPPORTED, resolve_model_path
 from ramify.model.support import CHECKED_WHEN_LOADED, NOT_TESTED, REFUSED, TESTED, read_model_support
@@ -206,3 +209,71 @@ def test_doctor_says_which_value_of_a_config_is_wrong(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
     assert main(["doctor", "--model", str(tmp_path), "--json"]) == 1
     assert re.search(r"field 'hidden_size': .*'wide'", capsys.readouterr().out)
+
+
+def write_model_code(directory: Path, settings: dict[str, Any]) -> Path:
+    """Write a model whose config names code beside it, and return the file that this code would write."""
+    directory.mkdir()
+    marker, auto_map = directory / "executed", {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (directory / "code.py").write_text(f"open({str(marker)!r}, 'w').close()")
+    (directory / "config.json").write_text(json.dumps({**settings, "auto_map": auto_map}))
+    shutil.copy(resolve_model_path("tiny") / "model.safetensors", directory)
+    return marker
+
+
+@pytest.fixture
+def answers(monkeypatch) -> io.StringIO:
+    """A standard input that answers every question with yes."""
+    stdin = io.StringIO("y\n" * 10)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    return stdin
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("doctor", "--model"),
+        ("rl", "reverse-text", "--dry-run", "-m"),
+        ("rl", "reverse-text", "-m"),
+        ("sft", "-d", "data.jsonl", "-m"),
+    ],
+    ids=" ".join,
+)
+def test_code_of_a_model_of_an_unknown_family_is_never_run(command, answers, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    marker = write_model_code(tmp_path / "model", {"model_type": "internlm2"})
+    assert main([*command, str(tmp_path / "model")]) == 1
+    output = " ".join("".join(capsys.readouterr()).split())
+    assert "is of the family 'internlm2', which transformers" in output and "never runs" in output
+    assert "Do you wish" not in output and "trust_remote_code" not in output
+    assert answers.tell() == 0 and not marker.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl", "model"}
+
+
+def test_code_of_a_model_is_never_run_by_what_loads_it(answers, tmp_path):
+    unknown, known = tmp_path / "unknown", tmp_path / "known"
+    marker = write_model_code(unknown, {"model_type": "internlm2"})
+    for load in (load_policy, lambda path: load_engine_model(path, device="cpu")):
+        with pytest.raises(ModelUnsupported, match="internlm2"):
+            load(unknown)
+    clip_marker = write_model_code(known, {"model_type": "clip"})  # a family without a causal language model
+    clip = AutoConfig.for_model("clip", auto_map={"AutoModelForCausalLM": "code.Model"})
+    for keep_precision in (False, True):
+        with pytest.raises(ModelUnsupported):
+            load_hf_model(known, clip, torch.float32, None, keep_precision=keep_precision)
+    assert answers.tell() == 0 and not marker.exists() and not clip_marker.exists()
+
+
+def test_code_beside_a_model_of_a_known_family_is_ignored(answers, tmp_path):
+    marker = write_model_code(tmp_path / "model", AutoConfig.for_model("qwen2").to_dict())
+    assert isinstance(load_config(tmp_path / "model"), PreTrainedConfig)
+    assert answers.tell() == 0 and not marker.exists()
+
+
+def test_a_config_that_names_code_but_no_family_is_refused(answers, tmp_path):
+    marker = write_model_code(tmp_path / "model", {})
+    with pytest.raises(ModelUnsupported, match=r"config.json has no model_type, .* expected") as caught:
+        load_config(tmp_path / "model")
+    assert "trust_remote_code" not in caught.value.message
+    assert answers.tell() == 0 and not marker.exists()

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
+from transformers import __version__ as transformers_version
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
@@ -115,10 +123,15 @@ def load_engine_model(
 
 
 def load_config(path: Path) -> Any:
-    """Load the Hugging Face config of a model directory. Raises ModelUnsupported."""
+    """Load the Hugging Face config of a model directory, without code that comes with it. Raises ModelUnsupported."""
     try:
         with hide_log_records("transformers.configuration_utils", IDEFICS3_DEFAULT_WARNING):
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            settings, _ = PreTrainedConfig.get_config_dict(path, local_files_only=True)
+            _check_family(path, settings.get("model_type"))
+            # `None`, the default, asks on standard input whether to run that code
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ModelUnsupported:
+        raise
     except Exception as error:  # wrong values of a config raise anything
         raise ModelUnsupported(f"transformers cannot read {path / 'config.json'}: {describe_error(error)}") from error
     if (quantization := getattr(config, "quantization_config", None)) is not None:
@@ -128,6 +141,17 @@ def load_config(path: Path) -> Any:
             "docs/models.md shows for MXFP4"
         )
     return config
+
+
+def _check_family(path: Path, model_type: str | None) -> None:
+    if model_type is None:
+        raise ModelUnsupported(f"{path / 'config.json'} has no model_type, which is expected to name a family")
+    if model_type not in CONFIG_MAPPING:
+        raise ModelUnsupported(
+            f"the model in {path} is of the family {model_type!r}, which transformers {transformers_version} does not "
+            "have, and Ramify never runs code that comes with a model: use a model of a family in docs/models.md, or a "
+            "version of transformers that has this one"
+        )
 
 
 def load_hf_model(
@@ -151,7 +175,8 @@ def load_hf_model(
     auto_class: Any = AutoModelForImageTextToText if is_vision_model else AutoModelForCausalLM
     checkpoint = _map_checkpoint(path) if keep_precision else None
     try:
-        settings = {"attn_implementation": split_attn_implementation(config, attn_implementation), "dtype": dtype}
+        settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}  # see `load_config`
+        settings["attn_implementation"] = split_attn_implementation(config, attn_implementation)
         if keep_precision:
             with torch.device("meta"):
                 empty = auto_class.from_config(config, **settings)
