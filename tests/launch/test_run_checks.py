@@ -12,7 +12,8 @@ from ramify.launch import run_checks
 from ramify.launch.process_configs import build_serve_config, build_trainer_config
 from ramify.launch.run_checks import check_run, list_model_notes
 from ramify.launch.run_directory import prepare_run_directory
-from ramify.model.resolve import is_always_supported, read_vocab_size, resolve_model_path
+from ramify.model.config_check import is_always_supported
+from ramify.model.resolve import read_vocab_size, resolve_model_path
 from ramify.orchestrate.run_config import RunConfig
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("check_plugins_in_process")]

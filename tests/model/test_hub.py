@@ -68,6 +68,17 @@ def test_weights_that_the_trainer_refuses_are_not_downloaded(remote, tmp_path):
     assert remote.sent == ["config.json"]
 
 
+@pytest.mark.parametrize("model_type", ["bert", "falcon_h1"])
+def test_weights_that_the_engine_refuses_are_not_downloaded_to_serve_them(remote, tmp_path, capsys, model_type):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    remote.add("models", "org/refused", {"config.json": (tmp_path / "config.json").read_bytes(), "a.safetensors": b""})
+    evaluate = ["eval", "reverse-text", "-m", "org/refused", "-o", str(tmp_path / "outputs")]
+    for command in (evaluate, ["serve", "-m", "org/refused"], [*evaluate, "--dry-run"]):
+        assert main(command) == 1
+        assert f"ModelUnsupported: {model_type} " in capsys.readouterr().err
+    assert remote.sent == ["config.json"] and not (tmp_path / "outputs").exists()
+
+
 def test_interrupted_download_is_completed(remote):
     path = fetch_model(NAME, log=lambda line: None)
     (path / "model.safetensors").resolve().unlink()

@@ -15,9 +15,10 @@ from transformers import AutoConfig, PreTrainedConfig
 from ramify.cli import main
 from ramify.core.errors import ConfigInvalid, ModelUnsupported
 from ramify.launch.run_checks import check_run
+from ramify.model.config_check import ALWAYS_SUPPORTED
 from ramify.model.load import load_config, load_engine_model, load_hf_model
 from ramify.model.pack_layout import choose_pack_layout
-from ramify.model.resolve import ALWAYS_SUPPORTED, resolve_model_path
+from ramify.model.resolve import resolve_model_path
 from ramify.model.support import CHECKED_WHEN_LOADED, NOT_TESTED, REFUSED, TESTED, read_model_support
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.build import build_trainer
@@ -236,6 +237,8 @@ def answers(monkeypatch) -> io.StringIO:
         ("rl", "reverse-text", "--dry-run", "-m"),
         ("rl", "reverse-text", "-m"),
         ("sft", "-d", "data.jsonl", "-m"),
+        ("eval", "reverse-text", "--dry-run", "-m"),
+        ("eval", "reverse-text", "-m"),
     ],
     ids=" ".join,
 )

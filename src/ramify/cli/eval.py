@@ -18,7 +18,7 @@ from ramify.rollout import Environment
 from ramify.rollout.evals.blocked_loop import LoopWatchdog
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.plan import load_plan
-from ramify.rollout.evals.policy_client import check_server
+from ramify.rollout.evals.policy_client import check_served_model, check_server
 from ramify.rollout.evals.progress import EvalContent
 from ramify.rollout.evals.report import build_report
 from ramify.rollout.evals.run import (
@@ -47,6 +47,7 @@ def run(call: ConfigCall[EvalConfig]) -> int:
 
 def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
     """Check what the evaluation would refuse at its start, and print how many rollouts it would run."""
+    check_served_model(config, fetch=False)
     config = with_eval_split(pin_eval_dataset(config, fresh=fresh, accept_changes=accept, log=None))
     environment = Environment.load(config.source)
     rollouts = asyncio.run(load_plan(environment, config))

@@ -8,8 +8,9 @@ import signal
 from ramify.cli.arguments import ConfigCall
 from ramify.cli.commands import pause_garbage_collection
 from ramify.core.errors import ConfigInvalid
-from ramify.infer.config import ExternalServersConfig, ServeConfig, VLLMConfig
+from ramify.infer.config import EngineConfig, ExternalServersConfig, ServeConfig, VLLMConfig
 from ramify.infer.vllm_server import VLLMServer
+from ramify.model.config_check import check_model_config
 from ramify.model.render import load_renderer
 from ramify.model.resolve import fetch_model, resolve_model_path
 
@@ -23,6 +24,8 @@ def run(call: ConfigCall[ServeConfig]) -> int:
         advice = "choose one with --server.host and --server.port"
         raise ConfigInvalid(f"the run lists several engines ({urls}); {advice}", key="server")
     if not dry:
+        if isinstance(config.inference, EngineConfig):
+            check_model_config(config.model.name, by_trainer=False, by_engine=True, fetch=True, is_optional=False)
         fetch_model(config.model.name)
         engine_name = "vLLM" if config.inference.engine == "vllm" else "the native engine"
         print(f"loading {config.model.name} with {engine_name}", flush=True)

@@ -21,13 +21,12 @@ from ramify.infer.config import EngineConfig, VLLMConfig
 from ramify.launch.plugin_check import check_plugin_tables, raise_with_plugin_problems
 from ramify.launch.run_directory import check_environments
 from ramify.launch.sink_threads import check_sinks_installed
+from ramify.model.config_check import check_model_config
 from ramify.model.image_support import find_rank_problem
 from ramify.model.render import load_renderer
 from ramify.model.resolve import (
-    fetch_config,
     fetch_model,
     has_weights,
-    is_always_supported,
     is_fetchable,
     is_loaded_as_text,
     may_be_path,
@@ -85,20 +84,13 @@ def _check_model_support(config: RunConfig, *, dry_run: bool) -> None:
     models = {config.model.name: config.inference}
     models |= {model.name: model.inference for model in config.models.values() if model.is_managed}
     for name, engine in models.items():
-        try:
-            directory = fetch_config(name) if is_hub_id(name) and not dry_run else resolve_model_path(name)
-        except ModelNotFound:  # which is another problem
-            continue
-        if is_always_supported(directory):
-            continue
-        try:
-            from ramify.model.support import check_model_supported  # transformers, and with it torch: seconds
-        except ImportError:
-            if dry_run:
-                return
-            raise
-        is_trained, by_engine = name == config.model.name, isinstance(engine, EngineConfig)
-        check_model_supported(directory, by_trainer=is_trained, by_engine=by_engine)
+        check_model_config(
+            name,
+            by_trainer=name == config.model.name,
+            by_engine=isinstance(engine, EngineConfig),
+            fetch=not dry_run,
+            is_optional=dry_run,
+        )
 
 
 def list_missing_models(config: RunConfig) -> list[tuple[str, str, str]]:

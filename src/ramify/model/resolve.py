@@ -28,8 +28,6 @@ from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 IGNORED_PATTERNS = ["original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "metal/*"]
 PACKAGED_MODELS = ("tiny", "tiny-vision")
-# Families of which no ordinary config is refused, so that a plan needs not import transformers to know it.
-ALWAYS_SUPPORTED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl", "smolvlm", "idefics3"}
 MAX_LISTED_WEIGHTS = 4  # directories in a message
 WEIGHTS_NAME_PATTERN = re.compile(rf"({TOKEN_PATTERN})-(\d{{6,}})")  # the trainer's token, and the step
 
@@ -114,15 +112,6 @@ def is_loaded_as_text(model_dir: Path) -> bool:
     """Return whether the model is a vision-language model of which only the text part is loaded."""
     try:
         return json.loads((model_dir / "config.json").read_bytes())["model_type"] in TEXT_PART_MODEL_TYPES
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
-
-
-def is_always_supported(model_dir: Path) -> bool:
-    """Return whether no ordinary config of the model's family is refused; False if the config is unreadable."""
-    try:
-        config = json.loads((model_dir / "config.json").read_bytes())
-        return config["model_type"] in ALWAYS_SUPPORTED and "quantization_config" not in config
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 

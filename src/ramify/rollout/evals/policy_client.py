@@ -15,9 +15,10 @@ from typing import IO
 from ramify.core.async_calls import call_storage
 from ramify.core.errors import ConfigInvalid, EnvironmentFault, ModelNotFound, ProviderError, RamifyError
 from ramify.env import Task
-from ramify.infer.config import ExternalServersConfig, ServeConfig
+from ramify.infer.config import EngineConfig, ExternalServersConfig, ServeConfig
 from ramify.infer.gateway.policy import Policy
 from ramify.infer.gateway.policy_connection import connect_policy
+from ramify.model.config_check import check_model_config
 from ramify.model.image_support import find_image_problem
 from ramify.model.resolve import fetch_model, read_max_positions, resolve_model_path
 from ramify.processes.interpreter import ENGINE_PYTHON_VARIABLE
@@ -146,8 +147,21 @@ def _check_port(host: str, port: int) -> None:
         raise ConfigInvalid(message) from error
 
 
+def check_served_model(config: EvalConfig, *, fetch: bool) -> None:
+    """Raise ModelUnsupported if the config of the model shows that a native engine of the eval refuses it.
+
+    With `fetch`, the config of a hub id is downloaded. The engine may run in another interpreter, see `EngineProcess`.
+    """
+    if isinstance(config.inference, EngineConfig):
+        check_model_config(config.model.name, by_trainer=False, by_engine=True, fetch=fetch, is_optional=True)
+
+
 def fetch_served_model(config: EvalConfig) -> None:
-    """Download the model if the eval has to serve it and it is a hub id that is not in the cache."""
+    """Download the model if the eval has to serve it and it is a hub id that is not in the cache.
+
+    Raises ModelUnsupported before the download.
+    """
+    check_served_model(config, fetch=True)
     if not isinstance(config.inference, ExternalServersConfig):
         _resolve_model(config, fetch_model)
 

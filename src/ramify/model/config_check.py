@@ -1,0 +1,44 @@
+"""Refusing a model by its config, before its weights are downloaded and before anything starts.
+
+Importable without torch, which is only loaded for families that may be refused.
+"""
+
+import json
+from pathlib import Path
+
+from ramify.core.errors import ModelNotFound
+from ramify.core.hub import is_hub_id
+from ramify.model.resolve import fetch_config, resolve_model_path
+
+# Families of which no ordinary config is refused, so that a plan needs not import transformers to know it.
+ALWAYS_SUPPORTED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl", "smolvlm", "idefics3"}
+
+
+def check_model_config(name: str, *, by_trainer: bool, by_engine: bool, fetch: bool, is_optional: bool) -> None:
+    """Raise ModelUnsupported if the config of a model shows that the trainer or the native engine refuses it.
+
+    With `fetch`, the config of a hub id is downloaded. A model that is not found is not checked, and with `is_optional`
+    none is checked without the packages that run models.
+    """
+    try:
+        directory = fetch_config(name) if is_hub_id(name) and fetch else resolve_model_path(name)
+    except ModelNotFound:  # which is another problem
+        return
+    if is_always_supported(directory):
+        return
+    try:
+        from ramify.model.support import check_model_supported  # transformers, and with it torch: seconds
+    except ImportError:
+        if is_optional:
+            return
+        raise
+    check_model_supported(directory, by_trainer=by_trainer, by_engine=by_engine)
+
+
+def is_always_supported(model_dir: Path) -> bool:
+    """Return whether no ordinary config of the model's family is refused; False if the config is unreadable."""
+    try:
+        config = json.loads((model_dir / "config.json").read_bytes())
+        return config["model_type"] in ALWAYS_SUPPORTED and "quantization_config" not in config
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
