@@ -1,5 +1,6 @@
 """Hub models are downloaded into the cache; without a network one line says how to get the files."""
 
+import re
 import shutil
 import threading
 
@@ -9,7 +10,7 @@ from transformers import AutoConfig
 from ramify.cli import main
 from ramify.core import hub
 from ramify.core.errors import ModelNotFound, ModelUnsupported
-from ramify.launch.run_checks import check_run
+from ramify.launch.run_checks import check_dry_run, check_run, list_model_notes, list_start_notes
 from ramify.model.resolve import fetch_model, has_weights, resolve_model_path
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.policy_model import load_policy
@@ -54,6 +55,39 @@ def test_doctor_downloads_the_config_only(remote, capsys):
     assert "fused" in capsys.readouterr().out
     assert remote.sent == ["config.json"]
     assert has_weights(fetch_model(NAME))
+
+
+def test_cached_config_is_a_model_that_is_not_downloaded(remote, tmp_path, capsys, check_plugins_in_process):
+    main(["doctor", "--model", NAME])
+    advice = f"'ramify model fetch {NAME}' downloads it"
+    with pytest.raises(ModelNotFound, match=rf"only the config of model '{NAME}' is in the local cache.*{advice}"):
+        resolve_model_path(NAME)
+    capsys.readouterr()
+    assert main(["model", "show", NAME]) == 1
+    assert advice in capsys.readouterr().err
+    source = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+    config = RunConfig(name="rl", output=tmp_path, model={"name": NAME}, train=[source], seq_len=4096)
+    check_dry_run(config)
+    assert any(f"model.name: the run downloads {NAME}" in note for note in list_model_notes(config))
+    assert any("seq_len: 4096 is longer than the model allows, 2048" in note for note in list_start_notes(config))
+    assert remote.sent == ["config.json"]
+
+
+def test_a_dry_run_refuses_a_model_by_its_cached_config(remote, tmp_path, check_plugins_in_process):
+    AutoConfig.for_model("bert").save_pretrained(tmp_path)
+    remote.add("models", "org/refused", {"config.json": (tmp_path / "config.json").read_bytes()})
+    main(["doctor", "--model", "org/refused"])
+    source = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+    with pytest.raises(ModelUnsupported, match="bert is an encoder"):
+        check_dry_run(RunConfig(name="rl", output=tmp_path, model={"name": "org/refused"}, train=[source]))
+
+
+def test_a_cached_tokenizer_is_enough_for_prompts(remote, capsys):
+    path = fetch_model(NAME, log=lambda line: None)
+    (path / "model.safetensors").unlink()
+    assert resolve_model_path(NAME) == path
+    assert main(["model", "show", NAME]) == 0
+    assert re.search("^parameters +unknown: the weights are not here", capsys.readouterr().out, re.M)
 
 
 def test_weights_that_the_trainer_refuses_are_not_downloaded(remote, tmp_path):

@@ -116,7 +116,10 @@ def _show_model(options: Namespace) -> int:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("model", info.name)
     table.add_row("path", str(info.path))
-    table.add_row("parameters", _format_millions(info.num_parameters))
+    num_parameters = (
+        _format_millions(info.num_parameters) if info.num_parameters else "unknown: the weights are not here"
+    )
+    table.add_row("parameters", num_parameters)
     table.add_row("size", _format_megabytes(info.num_bytes))
     for label, value in info.config.items():
         table.add_row(label, str(value))

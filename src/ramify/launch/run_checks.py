@@ -32,6 +32,7 @@ from ramify.model.resolve import (
     may_be_path,
     read_max_positions,
     read_vocab_size,
+    resolve_config_path,
     resolve_model_path,
 )
 from ramify.orchestrate.run_config import START_REFERENCE, RunConfig, uses_model
@@ -167,7 +168,7 @@ def _find_vllm_problems(config: RunConfig) -> list[ConfigProblem]:
     if not isinstance(config.inference, VLLMConfig):
         return []
     with contextlib.suppress(ModelNotFound):
-        if is_loaded_as_text(resolve_model_path(config.model.name)):
+        if is_loaded_as_text(resolve_config_path(config.model.name)):
             problem = "vLLM loads the whole model, but only its text part is published, with other names; use 'native'"
             return [ConfigProblem("inference.engine", problem)]
     return []
@@ -209,7 +210,7 @@ def _find_top_k_problems(config: RunConfig) -> list[ConfigProblem]:
         if teacher is None or not teacher.is_managed or not isinstance(top_k, int):  # the plugin check refuses others
             continue
         with contextlib.suppress(ModelNotFound):
-            vocab_size = read_vocab_size(resolve_model_path(teacher.name))
+            vocab_size = read_vocab_size(resolve_config_path(teacher.name))
             if vocab_size is not None and top_k > vocab_size:
                 text = f"expected at most {vocab_size}, the vocabulary of models.{source.score_model}, got {top_k}"
                 problems.append(ConfigProblem(f"train.{number}.algorithm.top_k", text))
@@ -238,7 +239,7 @@ def _list_length_notes(config: RunConfig) -> list[str]:
     notes: list[str] = []
     model_length = None
     with contextlib.suppress(ModelNotFound):
-        model_length = read_max_positions(resolve_model_path(config.model.name))
+        model_length = read_max_positions(resolve_config_path(config.model.name))
     if model_length is not None and config.seq_len > model_length:
         notes.append(f"note: seq_len: {config.seq_len} is longer than the model allows, {model_length} tokens")
     for kind, sources in (("train", config.train), ("eval", config.eval)):

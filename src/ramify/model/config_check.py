@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ramify.core.errors import ModelNotFound
 from ramify.core.hub import is_hub_id
-from ramify.model.resolve import fetch_config, resolve_model_path
+from ramify.model.resolve import fetch_config, resolve_config_path
 
 # Families of which no ordinary config is refused, so that a plan needs not import transformers to know it.
 ALWAYS_SUPPORTED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl", "smolvlm", "idefics3"}
@@ -21,7 +21,7 @@ def check_model_config(name: str, *, by_trainer: bool, by_engine: bool, fetch: b
     none is checked without the packages that run models.
     """
     try:
-        directory = fetch_config(name) if is_hub_id(name) and fetch else resolve_model_path(name)
+        directory = fetch_config(name) if is_hub_id(name) and fetch else resolve_config_path(name)
     except ModelNotFound:  # which is another problem
         return
     if is_always_supported(directory):

@@ -33,7 +33,23 @@ WEIGHTS_NAME_PATTERN = re.compile(rf"({TOKEN_PATTERN})-(\d{{6,}})")  # the train
 
 
 def resolve_model_path(name: str) -> Path:
-    """Return the directory of the model `name`, which holds at least `config.json`. Raises ModelNotFound."""
+    """Return the directory of the model `name`, with its `config.json`. Raises ModelNotFound.
+
+    A hub id of which the cache holds neither a tokenizer nor weights is not found, see `resolve_config_path`.
+    """
+    name = expand_run_model(name)
+    directory = resolve_config_path(name)
+    is_cached = directory != Path(name).expanduser().resolve()
+    if is_cached and not (directory / "tokenizer.json").is_file() and not has_weights(directory):
+        raise ModelNotFound(f"only the config of model {name!r} is in the local cache, {directory}: {_advise(name)}")
+    return directory
+
+
+def resolve_config_path(name: str) -> Path:
+    """Return a directory with the `config.json` of the model `name`, perhaps without other files of a hub id.
+
+    Raises ModelNotFound.
+    """
     name = expand_run_model(name)
     if name in PACKAGED_MODELS:
         return _first_model_directory(name, [Path(__file__).parent / "bundled" / name])
@@ -71,7 +87,7 @@ def fetch_config(name: str) -> Path:
     name = expand_run_model(name)
     export_run_model(name)
     try:
-        return resolve_model_path(name)
+        return resolve_config_path(name)
     except ModelNotFound:
         if not is_hub_id(name):
             raise
@@ -129,11 +145,16 @@ def _first_model_directory(name: str, candidates: list[Path]) -> Path:
         if (directory / "config.json").is_file():
             return directory.resolve()
     reasons = "; ".join(f"{path}: {_why_rejected(path)}" for path in candidates)
-    advice = suggest(name, PACKAGED_MODELS, "give a directory, or a Hugging Face id ORG/NAME")
+    raise ModelNotFound(f"model {name!r} was not found ({reasons}): {_advise(name)}")
+
+
+def _advise(name: str) -> str:
+    """Return what to do if a model is not here."""
+    if published := _describe_weights_near(Path(name).expanduser()):
+        return published
     if is_fetchable(name):
-        advice = f"'ramify model fetch {name}' {'downloads' if is_hub_id(name) else 'exports'} it"
-    advice = _describe_weights_near(Path(name).expanduser()) or advice
-    raise ModelNotFound(f"model {name!r} was not found ({reasons}): {advice}")
+        return f"'ramify model fetch {name}' {'downloads' if is_hub_id(name) else 'exports'} it"
+    return suggest(name, PACKAGED_MODELS, "give a directory, or a Hugging Face id ORG/NAME")
 
 
 def _describe_weights_near(path: Path) -> str | None:
