@@ -19,7 +19,14 @@ from ramify.model.config_check import ALWAYS_SUPPORTED
 from ramify.model.load import load_config, load_engine_model, load_hf_model
 from ramify.model.pack_layout import choose_pack_layout
 from ramify.model.resolve import resolve_model_path
-from ramify.model.support import CHECKED_WHEN_LOADED, NOT_TESTED, REFUSED, TESTED, read_model_support
+from ramify.model.support import (
+    CHECKED_WHEN_LOADED,
+    NOT_TESTED,
+    REFUSED,
+    TESTED,
+    check_model_supported,
+    read_model_support,
+)
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
@@ -163,11 +170,43 @@ def test_vllm_is_refused_for_a_model_of_which_only_the_text_part_is_trained(tmp_
         check_run(run, dry_run=True)
 
 
-def test_quantized_weights_are_refused_by_name(tmp_path):
-    config = AutoConfig.for_model("gpt_oss").to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelUnsupported, match=r"quantized \(mxfp4\).*convert them first"):
-        load_engine_model(tmp_path, device="cpu")
+def write_quantized(directory: Path, model_type: str, method: str) -> Path:
+    """Write the config of a model whose weights are quantized."""
+    config = AutoConfig.for_model(model_type).to_dict() | {"quantization_config": {"quant_method": method}}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "advice"),
+    [
+        ("gpt_oss", "mxfp4", "convert them first, as docs/models.md shows"),
+        *(("qwen3", method, "use the unquantized version of the model") for method in ("awq", "gptq", "fp8")),
+    ],
+)
+def test_quantized_weights_are_refused_by_name(tmp_path, capsys, model_type, method, advice):
+    write_quantized(tmp_path, model_type, method)
+    message = rf"the weights of {tmp_path} are quantized \({method}\), expected bfloat16 or float32: {advice}$"
+    for load in (load_policy, lambda path: load_engine_model(path, device="cpu"), check_model_supported):
+        with pytest.raises(ModelUnsupported, match=message):
+            load(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path), "--json"]) == 1
+    row = json.loads(capsys.readouterr().out)
+    assert row["engine"] == row["trainer"] == REFUSED and re.search(message, row["notes"][0])
+    assert not any("vllm" in note for note in row["notes"])
+
+
+def test_quantization_is_not_the_reason_if_a_model_would_be_refused_without_it(tmp_path, capsys):
+    write_quantized(tmp_path, "deepseek_v3", "fp8")
+    for load in (load_policy, lambda path: load_engine_model(path, device="cpu"), check_model_supported):
+        with pytest.raises(ModelUnsupported, match="deepseek_v3 has latent keys"):
+            load(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path), "--json"]) == 1
+    row = json.loads(capsys.readouterr().out)
+    assert "latent keys" in row["notes"][0] and not any("quantized" in note for note in row["notes"])
+    main(["doctor", "--model", str(write_quantized(tmp_path, "falcon_h1", "fp8")), "--json"])  # which can be trained
+    engine_reason, reason = json.loads(capsys.readouterr().out)["notes"]
+    assert "layers that the engine does not know" in engine_reason and "quantized (fp8)" in reason
 
 
 def test_doctor_prints_the_row_of_a_model(tmp_path, capsys):

@@ -134,13 +134,25 @@ def load_config(path: Path) -> Any:
         raise
     except Exception as error:  # wrong values of a config raise anything
         raise ModelUnsupported(f"transformers cannot read {path / 'config.json'}: {describe_error(error)}") from error
-    if (quantization := getattr(config, "quantization_config", None)) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
-        raise ModelUnsupported(
-            f"the weights in {path} are quantized ({method}), expected bfloat16 or float32: convert them first, as "
-            "docs/models.md shows for MXFP4"
-        )
     return config
+
+
+def find_quantization_problem(config: Any) -> str | None:
+    """Return why the weights of a model cannot be loaded if they are quantized."""
+    if (quantization := getattr(config, "quantization_config", None)) is None:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
+    advice = "use the unquantized version of the model"
+    if method == "mxfp4":
+        advice = "convert them first, as docs/models.md shows"
+    name = config.name_or_path or config.model_type
+    return f"the weights of {name} are quantized ({method}), expected bfloat16 or float32: {advice}"
+
+
+def check_not_quantized(config: Any) -> None:
+    """Reject quantized weights. Call this after the checks of what no other weights would change."""
+    if problem := find_quantization_problem(config):
+        raise ModelUnsupported(problem)
 
 
 def _check_family(path: Path, model_type: str | None) -> None:
@@ -159,10 +171,11 @@ def load_hf_model(
 ) -> Any:
     """Load the Hugging Face model of a directory. Raises WeightsRefused or ModelUnsupported.
 
-    A missing tensor is an error: transformers would initialize it with random numbers. Published adapters are merged
-    into their base model. With `keep_precision`, tensors whose values `dtype` would round keep their stored dtype; on
-    the host they stay in their mapped files.
+    A missing tensor is an error: transformers would initialize it with random numbers. Quantized weights are refused.
+    Published adapters are merged into their base model. With `keep_precision`, tensors whose values `dtype` would round
+    keep their stored dtype; on the host they stay in their mapped files.
     """
+    check_not_quantized(config)
     if PublishedAdapters.from_directory(path) is not None:
         manifest, tensors = read_tensors(path)
         assert manifest.adapters is not None

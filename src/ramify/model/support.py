@@ -8,7 +8,7 @@ from typing import Any
 from ramify.core.errors import ModelUnsupported
 from ramify.model.experts import describe_experts, read_expert_counts
 from ramify.model.fused_model import can_fuse
-from ramify.model.load import load_config, read_shape
+from ramify.model.load import check_not_quantized, find_quantization_problem, load_config, read_shape
 from ramify.model.pack_layout import (
     TEXT_PART_MODEL_TYPES,
     VISION_MODEL_TYPES,
@@ -103,17 +103,21 @@ def read_model_support(config: Any) -> ModelSupport:
     except ModelUnsupported as error:
         engine = REFUSED
         notes.append(f"engine: {error}")
-    if engine == OWN_CODE:
-        notes.append(OWN_CODE_NOTE)
     try:
         trainer = choose_pack_layout(config).value
-        if engine != "fused" and config.model_type not in TEXT_PART_MODEL_TYPES:
-            notes.append(f"engine: {VLLM_ADVICE}")
-        notes.append(f"trainer: {describe_pack_layout(config)}")
     except ModelUnsupported as error:
         trainer = REFUSED
         notes.append(f"trainer: {error}")
+    if (engine, trainer) != (REFUSED, REFUSED) and (problem := find_quantization_problem(config)):
+        engine = trainer = REFUSED
+        notes.append(problem)
+    if engine == OWN_CODE:
+        notes.append(OWN_CODE_NOTE)
     settings = config.to_dict()
+    if trainer != REFUSED:
+        if engine != "fused" and config.model_type not in TEXT_PART_MODEL_TYPES:
+            notes.append(f"engine: {VLLM_ADVICE}")
+        notes.append(f"trainer: {describe_pack_layout(config)}")
     if experts := describe_experts(settings):
         notes.append(experts)
     lora = "no" if trainer == REFUSED else "not experts" if read_expert_counts(settings) else "yes"
@@ -145,6 +149,7 @@ def check_model_supported(path: Path, *, by_trainer: bool = True, by_engine: boo
             if config.model_type in TEXT_PART_MODEL_TYPES:
                 raise
             raise ModelUnsupported(f"{error}; {VLLM_ADVICE}") from None
+    check_not_quantized(config)
 
 
 def _read_model_type(path: Path) -> str:
