@@ -42,6 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
 }
+VISION_MODELS_WITHOUT_TEXT_PART = ("qwen2_vl", "qwen2_5_vl", "llava", "mistral3")
 
 
 def read_rows() -> dict[str, tuple[str, ...]]:
@@ -93,6 +94,7 @@ def test_only_models_that_are_loaded_are_said_to_be_checked(model_type, tested):
         ("gptj", "gptj does not support custom attention", "gptj does not support custom attention"),
         ("mimo_v2_flash", "v_head_dim", "v_head_dim"),
         ("gemma4", "differ in head_dim", "differ in head_dim"),
+        *((name, *2 * [f"no causal language model of type {name}"]) for name in VISION_MODELS_WITHOUT_TEXT_PART),
     ],
 )
 def test_unsupported_families_are_refused_by_name_before_anything_is_loaded(
@@ -105,6 +107,12 @@ def test_unsupported_families_are_refused_by_name_before_anything_is_loaded(
     if trainer_reason is not None:
         with pytest.raises(ModelUnsupported, match=trainer_reason):
             choose_pack_layout(config)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma3n"])
+def test_vision_language_models_with_a_causal_language_model_run_on_text(model_type):
+    support = read_model_support(AutoConfig.for_model(model_type))
+    assert (support.engine, support.trainer, support.images) == ("own code", "forest", "no")
 
 
 @pytest.mark.parametrize("weights", [None, b"{"], ids=["missing", "truncated"])
