@@ -17,7 +17,7 @@ from ramify.core.errors import ConfigInvalid, ModelUnsupported
 from ramify.launch.run_checks import check_run
 from ramify.model.config_check import ALWAYS_SUPPORTED
 from ramify.model.load import load_config, load_engine_model, load_hf_model
-from ramify.model.pack_layout import choose_pack_layout
+from ramify.model.pack_layout import SIZE_SETTINGS, choose_pack_layout
 from ramify.model.resolve import resolve_model_path
 from ramify.model.support import (
     CHECKED_WHEN_LOADED,
@@ -65,6 +65,25 @@ def test_the_table_of_families_says_what_the_code_does(model_type):
 
 def test_what_was_tested_is_said_of_the_families_of_the_table_only():
     assert TESTED.keys() == read_rows().keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        *((name, 0, f"{name} = 0, expected a positive number") for name in sorted(SIZE_SETTINGS)),
+        ("hidden_size", -5, "hidden_size = -5, expected a positive number"),
+        ("head_dim", 0, r"keys of width 0 \(head_dim\)"),
+    ],
+)
+def test_sizes_that_are_not_positive_are_refused_by_name(name, value, reason, tmp_path, capsys):
+    settings = {**AutoConfig.for_model("qwen3").to_dict(), "layer_types": None, name: value}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    for load in (load_policy, lambda path: load_engine_model(path, device="cpu")):
+        with pytest.raises(ModelUnsupported, match=f"qwen3 has {reason}"):
+            load(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path), "--json"]) == 1
+    row = json.loads(capsys.readouterr().out)
+    assert row["engine"] == row["trainer"] == REFUSED and re.search(f"qwen3 has {reason}", row["notes"][0])
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from ramify.model.pack_layout import (
     VISION_MODEL_TYPES,
     check_attention_is_pluggable,
     check_is_decoder,
+    check_sizes,
     find_head_problem,
     get_longrope_limit,
     get_per_layer_settings,
@@ -260,6 +261,7 @@ def read_shape(config: Any) -> ModelShape:
     """Return the sizes of a model by its config. Raises ModelUnsupported, by name, for what the engine cannot run."""
     text_config, model_type = config.get_text_config(), config.model_type
     check_is_decoder(config)
+    check_sizes(config)
     if problem := UNSUPPORTED_BY_ENGINE.get(text_config.model_type):
         raise ModelUnsupported(f"{model_type} has {problem}")
     _require_settings(config, "num_hidden_layers")
