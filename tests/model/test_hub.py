@@ -52,7 +52,10 @@ def test_missing_model_is_downloaded_once(remote, capsys):
 
 def test_doctor_downloads_the_config_only(remote, capsys):
     assert main(["doctor", "--model", NAME]) == 0
-    assert "fused" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "fused" in captured.out
+    assert f"downloading config.json of {NAME} from" in captured.err
+    assert f"downloaded config.json of {NAME} in" in captured.err
     assert remote.sent == ["config.json"]
     assert has_weights(fetch_model(NAME))
 

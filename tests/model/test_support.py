@@ -64,7 +64,36 @@ def test_the_table_of_families_says_what_the_code_does(model_type):
 
 
 def test_what_was_tested_is_said_of_the_families_of_the_table_only():
-    assert TESTED.keys() == read_rows().keys()
+    assert {model_type: variant.engine for model_type, variant in TESTED.items()} == {
+        model_type: row[0] for model_type, row in read_rows().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "engine", "tested"),
+    [
+        (
+            "phi3",
+            {"sliding_window": 512},
+            "own code",
+            "another variant of the family (fused), not this one: logprobs of",
+        ),
+        (
+            "mistral",
+            {"sliding_window": None},
+            "fused",
+            "another variant of the family (own code), not this one: gradients",
+        ),
+        ("mistral", {}, "own code", "gradients on CPU and H200"),
+        ("qwen3", {"quantization_config": {"quant_method": "gptq"}}, REFUSED, NOT_TESTED),
+        ("mamba", {"quantization_config": {"quant_method": "gptq"}}, REFUSED, NOT_TESTED),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, REFUSED, "the refusal"),
+    ],
+    ids=str,
+)
+def test_what_was_tested_is_said_only_of_the_variant_that_was_tested(model_type, settings, engine, tested):
+    support = read_model_support(AutoConfig.for_model(model_type, **settings))
+    assert support.engine == engine and support.tested.startswith(tested)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +284,16 @@ def test_doctor_says_why_a_model_is_refused(tmp_path, capsys):
     assert main(["doctor", "--model", str(tmp_path)]) == 1
     output = capsys.readouterr().out
     assert output.count(REFUSED) == 2 and "latent keys" in output
+    assert "router replay" not in output
+
+
+def test_doctor_indents_the_lines_of_a_long_note(tmp_path, capsys):
+    AutoConfig.for_model("gpt_oss").save_pretrained(tmp_path)
+    main(["doctor", "--model", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("note        experts: ") for line in lines)
+    assert all(re.match("(model_type|[a-z]+) +[^ ]| {12}[^ ]", line) and len(line) <= 80 for line in lines)
+    assert any(line.startswith(" " * 12) for line in lines)
 
 
 @pytest.mark.parametrize(("text", "family"), [('{"model_type": "new_family"}', "new_family"), ("{", "unknown")])

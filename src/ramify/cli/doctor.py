@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, requires, version
+from textwrap import TextWrapper
 from typing import Literal
 
 from rich.console import Console
@@ -32,6 +33,8 @@ from ramify.rollout.runtime.bwrap import find_unsupported_reason
 STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
 VERSION_TIMEOUT = 5.0  # seconds for a program to print its version
 TORCH_IMPORT_TIMEOUT = 60.0  # seconds, for an import from a cold disk
+
+LABEL_WIDTH = 12  # columns before the values of a model
 
 TORCH_PROBE_SCRIPT = """
 import json, torch
@@ -103,10 +106,13 @@ def _print_model(name: str, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(asdict(support), indent=2))
     else:
-        console = PipeConsole()
+        console, indent = PipeConsole(), " " * LABEL_WIDTH
+        wrapper = TextWrapper(console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         columns = [(field.name, getattr(support, field.name)) for field in fields(support) if field.name != "notes"]
         for label, value in (*columns, *(("note", note) for note in support.notes)):
-            console.print(Text(f"{label:12}", "bold"), Text(value), sep="")
+            text = Text(wrapper.fill(f"{label:{LABEL_WIDTH}}{value}"))
+            text.stylize("bold", 0, LABEL_WIDTH)
+            console.print(text, soft_wrap=True)
     return int(support.engine == support.trainer == REFUSED)
 
 

@@ -121,23 +121,27 @@ def download_errors(repo: HubRepo, error_class: type[RamifyError], advice: str) 
         raise build_error(f"{get_endpoint()}: {_describe_root_cause(error)}") from error
 
 
-def download_snapshot(repo: HubRepo, *, revision: str = MAIN_REVISION, log: Log, **patterns: list[str]) -> Path:
+def download_snapshot(
+    repo: HubRepo, *, revision: str = MAIN_REVISION, log: Log, title: str = "", **patterns: list[str]
+) -> Path:
     """Download the files of a revision into the cache and return their directory, named by the commit.
 
-    `patterns` are `allow_patterns` and `ignore_patterns` of `huggingface_hub`. Called inside `download_errors`.
+    `title` names what is downloaded, by default the repository. `patterns` are `allow_patterns` and `ignore_patterns`
+    of `huggingface_hub`. Called inside `download_errors`.
     """
     snapshot_download: Any = import_module("huggingface_hub").snapshot_download  # few starts need it
-    log(f"downloading {repo.name} from {get_endpoint()} into {repo.cache_path.parent}")
+    title = title or repo.name
+    log(f"downloading {title} from {get_endpoint()} into {repo.cache_path.parent}")
     started = time.monotonic()
     options: dict[str, Any] = {"cache_dir": repo.cache_path.parent, "endpoint": get_endpoint(), **patterns}
-    with _report_progress(repo, log):
+    with _report_progress(repo, title, log):
         directory = Path(snapshot_download(repo.name, repo_type=repo.kind, revision=revision, **options))
-    log(f"downloaded {repo.name} in {time.monotonic() - started:.0f} s")
+    log(f"downloaded {title} in {time.monotonic() - started:.0f} s")
     return directory
 
 
 @contextlib.contextmanager
-def _report_progress(repo: HubRepo, log: Log) -> Generator[None]:
+def _report_progress(repo: HubRepo, title: str, log: Log) -> Generator[None]:
     """Report the downloaded size every few seconds, unless the library shows its own bars in a terminal."""
     if sys.stderr.isatty():
         with contextlib.redirect_stderr(get_raw_stream(sys.stderr)):
@@ -147,7 +151,7 @@ def _report_progress(repo: HubRepo, log: Log) -> Generator[None]:
 
     def report() -> None:
         while not ended.wait(PROGRESS_INTERVAL):
-            log(f"downloading {repo.name}: {(_measure_blobs(repo) - size_before) / 1e6:.0f} MB so far")
+            log(f"downloading {title}: {(_measure_blobs(repo) - size_before) / 1e6:.0f} MB so far")
 
     thread = threading.Thread(target=report, name="download progress", daemon=True)
     thread.start()

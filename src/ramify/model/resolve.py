@@ -91,15 +91,15 @@ def fetch_config(name: str) -> Path:
     except ModelNotFound:
         if not is_hub_id(name):
             raise
-    return _first_model_directory(name, [_download(name, print_to_stderr, ["config.json"])])
+    return _first_model_directory(name, [_download(name, print_to_stderr, ["config.json"], f"config.json of {name}")])
 
 
-def _download(name: str, log: Log, patterns: list[str]) -> Path:
+def _download(name: str, log: Log, patterns: list[str], title: str = "") -> Path:
     local = name.rpartition("/")[2]
     advice = f"where there is a network run 'hf download {name} --local-dir {local}', copy {local} here"
     repo = HubRepo("model", name)
     with download_errors(repo, ModelNotFound, f"{advice}, and give -m {local}"):
-        return download_snapshot(repo, log=log, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
+        return download_snapshot(repo, log=log, title=title, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
 
 
 def has_weights(directory: Path) -> bool:

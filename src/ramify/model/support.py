@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ramify.core.errors import ModelUnsupported
 from ramify.model.experts import describe_experts, read_expert_counts
@@ -17,34 +17,58 @@ from ramify.model.pack_layout import (
 )
 
 REFUSED = "refused"
+FUSED = "fused"
 OWN_CODE = "own code"  # transformers' code of the model, with the paged cache
+REFUSAL_TESTED = "the refusal"
+
+
+class TestedVariant(NamedTuple):
+    """What was tested of a family, and with which engine."""
+
+    engine: str
+    tests: str
+
+
 # What was tested of each family, by model type: the last column of the table in `docs/models.md`.
 TESTED = {
     **dict.fromkeys(
-        ("llama", "qwen2", "qwen3", "qwen3_vl", "smolvlm", "idefics3"), "runs, gradients and logprobs on CPU and H200"
+        ("llama", "qwen2", "qwen3", "qwen3_vl", "smolvlm", "idefics3"),
+        TestedVariant(FUSED, "runs, gradients and logprobs on CPU and H200"),
     ),
-    "mistral": "gradients on CPU and H200",
-    **dict.fromkeys(("qwen3_moe", "mixtral"), "a run and gradients on CPU"),
-    **dict.fromkeys(("gpt_oss", "gemma2"), "gradients and logprobs on CPU; kernels, engine and gradients on H200"),
-    "granite": "logprobs of engine and trainer on CPU",
-    **dict.fromkeys(("granitemoehybrid", "bamba"), "gradients, and logprobs of engine and trainer, on CPU"),
-    **dict.fromkeys(("phi3", "smollm3", "seed_oss"), "logprobs of the engine on CPU; the trainer's check on CPU"),
-    **dict.fromkeys(("granite_swa", "cohere", "cohere2"), "logprobs of the trainer on CPU"),
+    "mistral": TestedVariant(OWN_CODE, "gradients on CPU and H200"),
+    **dict.fromkeys(("qwen3_moe", "mixtral"), TestedVariant(OWN_CODE, "a run and gradients on CPU")),
+    **dict.fromkeys(
+        ("gpt_oss", "gemma2"),
+        TestedVariant(OWN_CODE, "gradients and logprobs on CPU; kernels, engine and gradients on H200"),
+    ),
+    "granite": TestedVariant(FUSED, "logprobs of engine and trainer on CPU"),
+    **dict.fromkeys(
+        ("granitemoehybrid", "bamba"),
+        TestedVariant(OWN_CODE, "gradients, and logprobs of engine and trainer, on CPU"),
+    ),
+    **dict.fromkeys(
+        ("phi3", "smollm3", "seed_oss"),
+        TestedVariant(FUSED, "logprobs of the engine on CPU; the trainer's check on CPU"),
+    ),
+    **dict.fromkeys(("granite_swa", "cohere", "cohere2"), TestedVariant(OWN_CODE, "logprobs of the trainer on CPU")),
     **dict.fromkeys(
         ("gemma3_text", "olmo2", "olmo3", "glm4", "ernie4_5", "glm4_moe", "minimax_m2"),
-        "the checks when they are loaded, on CPU",
+        TestedVariant(OWN_CODE, "the checks when they are loaded, on CPU"),
     ),
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_text"),
-        "runs with kills, gradients and logprobs on CPU; training steps, gradients and the engine on H200",
+        TestedVariant(
+            FUSED, "runs with kills, gradients and logprobs on CPU; training steps, gradients and the engine on H200"
+        ),
     ),
-    "lfm2": "gradients and logprobs on CPU; gradients and tests of the engine on H200",
-    "olmo_hybrid": "gradients and logprobs on CPU",
+    "lfm2": TestedVariant(FUSED, "gradients and logprobs on CPU; gradients and tests of the engine on H200"),
+    "olmo_hybrid": TestedVariant(OWN_CODE, "gradients and logprobs on CPU"),
     **dict.fromkeys(
-        ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe"), "gradients and logprobs of Qwen3-Next on CPU"
+        ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe"),
+        TestedVariant(OWN_CODE, "gradients and logprobs of Qwen3-Next on CPU"),
     ),
-    **dict.fromkeys(("mamba", "falcon_mamba"), "the check of the trainer on CPU"),
-    **dict.fromkeys(("falcon_h1", "nemotron_h", "minimax"), "gradients on CPU"),
+    **dict.fromkeys(("mamba", "falcon_mamba"), TestedVariant(REFUSED, "the check of the trainer on CPU")),
+    **dict.fromkeys(("falcon_h1", "nemotron_h", "minimax"), TestedVariant(REFUSED, "gradients on CPU")),
     **dict.fromkeys(
         (
             "deepseek_v2",
@@ -66,9 +90,9 @@ TESTED = {
             "t5",
             "bart",
         ),
-        "the refusal",
+        TestedVariant(REFUSED, REFUSAL_TESTED),
     ),
-    "gpt2": "the engine's check on CPU",
+    "gpt2": TestedVariant(OWN_CODE, "the engine's check on CPU"),
 }
 NOT_TESTED = "not tested"
 CHECKED_WHEN_LOADED = "not tested: it is compared with its own code when it is loaded"
@@ -99,7 +123,7 @@ def read_model_support(config: Any) -> ModelSupport:
     notes: list[str] = []
     try:
         read_shape(config)
-        engine = "fused" if can_fuse(config.get_text_config()) else OWN_CODE
+        engine = FUSED if can_fuse(config.get_text_config()) else OWN_CODE
     except ModelUnsupported as error:
         engine = REFUSED
         notes.append(f"engine: {error}")
@@ -115,16 +139,28 @@ def read_model_support(config: Any) -> ModelSupport:
         notes.append(OWN_CODE_NOTE)
     settings = config.to_dict()
     if trainer != REFUSED:
-        if engine != "fused" and config.model_type not in TEXT_PART_MODEL_TYPES:
+        if engine != FUSED and config.model_type not in TEXT_PART_MODEL_TYPES:
             notes.append(f"engine: {VLLM_ADVICE}")
         notes.append(f"trainer: {describe_pack_layout(config)}")
-    if experts := describe_experts(settings):
-        notes.append(experts)
+        if experts := describe_experts(settings):
+            notes.append(experts)
     lora = "no" if trainer == REFUSED else "not experts" if read_expert_counts(settings) else "yes"
     images = "yes" if config.model_type in VISION_MODEL_TYPES else "no"
-    is_refused = engine == trainer == REFUSED
-    tested = TESTED.get(config.model_type, NOT_TESTED if is_refused else CHECKED_WHEN_LOADED)
+    tested = _describe_tests(config.model_type, engine, trainer)
     return ModelSupport(config.model_type, engine, trainer, lora, images, tested, tuple(notes))
+
+
+def _describe_tests(model_type: str, engine: str, trainer: str) -> str:
+    """Return what was tested of a model that is run this way."""
+    variant = TESTED.get(model_type)
+    if engine == trainer == REFUSED:
+        is_tested = variant is not None and variant.tests == REFUSAL_TESTED
+        return REFUSAL_TESTED if is_tested else NOT_TESTED
+    if variant is None:
+        return CHECKED_WHEN_LOADED
+    if variant.engine != engine:
+        return f"another variant of the family ({variant.engine}), not this one: {variant.tests}"
+    return variant.tests
 
 
 def read_directory_support(path: Path) -> ModelSupport:
@@ -133,8 +169,7 @@ def read_directory_support(path: Path) -> ModelSupport:
         return read_model_support(load_config(path))
     except ModelUnsupported as error:
         model_type = _read_model_type(path / "config.json")
-        tested = TESTED.get(model_type, NOT_TESTED)
-        return ModelSupport(model_type, REFUSED, REFUSED, "no", "no", tested, (str(error),))
+        return ModelSupport(model_type, REFUSED, REFUSED, "no", "no", NOT_TESTED, (str(error),))
 
 
 def check_model_supported(path: Path, *, by_trainer: bool = True, by_engine: bool = False) -> None:
