@@ -18,7 +18,7 @@ from ramify.rollout import Environment
 from ramify.rollout.evals.blocked_loop import LoopWatchdog
 from ramify.rollout.evals.config import EvalConfig
 from ramify.rollout.evals.plan import load_plan
-from ramify.rollout.evals.policy_client import check_served_model, check_server
+from ramify.rollout.evals.policy_client import check_served_model, check_server, list_model_notes
 from ramify.rollout.evals.progress import EvalContent
 from ramify.rollout.evals.report import build_report
 from ramify.rollout.evals.run import (
@@ -57,7 +57,8 @@ def _print_plan(config: EvalConfig, *, fresh: bool, accept: bool) -> int:
         find_rollouts_to_run(config, environment, rollouts, fresh=fresh, accept_changes=accept)
     )
     rollouts = format_count(len(missing_rollouts), "rollout")
-    dry_run(config, path, [f"would run {rollouts} of {config.taskset.get('id')} into {path}"])
+    plan = f"would run {rollouts} of {config.taskset.get('id')} into {path}"
+    dry_run(config, path, [plan, *list_model_notes(config)])
     return 0
 
 

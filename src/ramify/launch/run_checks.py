@@ -26,6 +26,7 @@ from ramify.model.image_support import find_rank_problem
 from ramify.model.render import load_renderer
 from ramify.model.resolve import (
     fetch_model,
+    format_fetch_note,
     has_weights,
     is_fetchable,
     is_loaded_as_text,
@@ -266,11 +267,8 @@ def list_model_notes(config: RunConfig) -> list[str]:
     ]
     # A dry run may be for another machine.
     missing = [
-        f"note: {key}: not checked: {text}"
-        if may_be_path(name)
-        else f"note: {key}: the run {verb} {name} when it starts; 'ramify model fetch {name}' {verb} it before"
+        f"note: {key}: not checked: {text}" if may_be_path(name) else format_fetch_note(key, name)
         for key, name, text in list_missing_models(config)
-        for verb in ["downloads" if is_hub_id(name) else "exports"]
     ]
     without_vllm = [f"note: {problem}" for problem in _find_missing_vllm(config)]
     return [*unused, *missing, *without_vllm]

@@ -184,6 +184,12 @@ def is_fetchable(name: str) -> bool:
     return is_hub_id(name) or can_export(name)
 
 
+def format_fetch_note(key: str, name: str) -> str:
+    """Return the note of a dry run about a model that is not here, and that the run will fetch."""
+    verb = "downloads" if is_hub_id(name) else "exports"
+    return f"note: {key}: the run {verb} {name} when it starts; 'ramify model fetch {name}' {verb} it before"
+
+
 def may_be_path(name: str) -> bool:
     """Return whether a name that is not here may be a mistyped path: it cannot be fetched, or ORG is a directory here.
 

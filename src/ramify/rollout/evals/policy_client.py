@@ -20,7 +20,14 @@ from ramify.infer.gateway.policy import Policy
 from ramify.infer.gateway.policy_connection import connect_policy
 from ramify.model.config_check import check_model_config
 from ramify.model.image_support import find_image_problem
-from ramify.model.resolve import fetch_model, read_max_positions, resolve_model_path
+from ramify.model.resolve import (
+    fetch_model,
+    format_fetch_note,
+    is_fetchable,
+    read_max_positions,
+    resolve_config_path,
+    resolve_model_path,
+)
 from ramify.processes.interpreter import ENGINE_PYTHON_VARIABLE
 from ramify.processes.server_process import ServerProcess
 from ramify.rollout import Environment
@@ -69,7 +76,7 @@ def check_server(config: EvalConfig, environment: Environment) -> None:
     if not isinstance(config.inference, ExternalServersConfig):
         if environment.taskset.requires_vision:
             _check_takes_images(config, environment)
-        lengths = (config.inference.max_model_len, read_max_positions(_resolve_model(config)), config.seq_len)
+        lengths = (config.inference.max_model_len, _read_model_length(config), config.seq_len)
         seq_len = min((length for length in lengths if length is not None), default=None)
         environment.harness.check_limits(environment.limits.model_copy(update={"seq_len": seq_len}))
         _check_port(config.server.host, config.server.port)
@@ -163,11 +170,27 @@ def fetch_served_model(config: EvalConfig) -> None:
     """
     check_served_model(config, fetch=True)
     if not isinstance(config.inference, ExternalServersConfig):
-        _resolve_model(config, fetch_model)
+        try:
+            fetch_model(config.model.name)
+        except ModelNotFound as error:
+            raise ConfigInvalid(error.message, key="model.name") from error
 
 
-def _resolve_model(config: EvalConfig, resolver: Callable[[str], Path] = resolve_model_path) -> Path:
+def list_model_notes(config: EvalConfig) -> list[str]:
+    """Return a note if the eval has to fetch the model that it serves."""
+    if not isinstance(config.inference, ExternalServersConfig):
+        try:
+            resolve_model_path(config.model.name)
+        except ModelNotFound:
+            return [format_fetch_note("model.name", config.model.name)]
+    return []
+
+
+def _read_model_length(config: EvalConfig) -> int | None:
+    """Return the longest sequence that the model allows; None if it is unknown, or if the eval will fetch the model."""
     try:
-        return resolver(config.model.name)
+        return read_max_positions(resolve_config_path(config.model.name))
     except ModelNotFound as error:
+        if is_fetchable(config.model.name):  # only in a dry run: a run has fetched it
+            return None
         raise ConfigInvalid(error.message, key="model.name") from error
