@@ -180,6 +180,10 @@ def test_a_model_that_is_guessed_from_its_name_is_noted():
         plan_run(build_run("org/Some-4B"), [build_machine(1, gpu_gib=8)])
     lines = format_plan(*plan_run(build_run("tiny"), [build_machine(1)]))
     assert not any("guessed" in line for line in lines)
+    lines = format_plan(*plan_run(build_run("./missing-4B"), [build_machine(1)]))
+    assert (
+        "note: the size of ./missing-4B is guessed from its name, so its memory can be off by a tenth or more" in lines
+    )
 
 
 def test_a_pack_holds_the_longest_path():

@@ -65,8 +65,10 @@ def test_disk_of_this_machine_is_only_warned_about_if_the_run_is_planned_for_ano
     lines = format_lines(build_plan(run, [assume_machine("1x80")]))
     assert any(line.startswith("warning: the disk of ") and "is too small" in line for line in lines)
     assert "memory of each GPU in GiB, roughly:" in lines
-    with pytest.raises(ConfigInvalid, match=r"output: the disk of .* is too small"):
-        build_plan(run, GPU)
+    on_shared_disk = config(small_disk, max_steps=8, cluster={"shared_directory": small_disk}, **ON_DISK)
+    for refused, nodes in ((run, GPU), (on_shared_disk, [assume_machine("1x80")])):
+        with pytest.raises(ConfigInvalid, match=r"output: the disk of .* is too small"):
+            build_plan(refused, nodes)
 
 
 @pytest.mark.megabytes(30)

@@ -1,5 +1,8 @@
 """Derived properties of traces and branches."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 from hypothesis import given
 
@@ -46,6 +49,20 @@ def test_counts_follow_added_and_removed_nodes():
     trace.graph.add_node(2, Message("assistant", "no"), [9], call=ModelCall("c", finish_reason="length"))
     assert (trace.num_turns, trace.is_truncated) == (2, True)
     assert Branch(trace, 3).num_turns == 2
+
+
+def test_threads_that_count_at_once_count_the_same():
+    trace = Trace(id="t")
+    for number in range(100):
+        trace.graph.add_node(number - 1, Message("assistant", "x"), [number], call=ModelCall(str(number)))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            counts = {future.result() for future in [pool.submit(lambda: trace.num_turns) for _ in range(3)]}
+    finally:
+        sys.setswitchinterval(interval)
+    assert {*counts, trace.num_turns} == {100}
 
 
 def test_tokens_that_branches_share_count_once_in_a_trace():

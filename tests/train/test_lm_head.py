@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ramify.model.device_memory import get_free_bytes
 from ramify.model.logit_transform import LogitTransform
 from ramify.train import lm_head
 from ramify.train.lm_head import compute_logprobs
@@ -84,26 +85,35 @@ def test_a_frozen_head_gets_no_gradient(chunked):
     assert weight.grad is None
 
 
-@pytest.mark.parametrize("num_kept", [0, 2, 1000])
-def test_kept_logits_change_no_bit(num_kept, monkeypatch):
+@pytest.mark.parametrize(("kept", "num_kept"), [(0, 0), (2, 2), (1000, 4)])
+def test_kept_logits_change_no_bit(kept, num_kept, monkeypatch):
     inputs = hidden, weight, bias, *_ = build_inputs(True)
-    monkeypatch.setitem(lm_head.CHUNK_BYTES, "cpu", 10 * VOCAB * 4)
-    outputs = []
-    for kept in (1, num_kept):
-        monkeypatch.setitem(lm_head.KEPT_CHUNKS, "cpu", kept)
+    monkeypatch.setitem(lm_head.CHUNK_BYTES, "cpu", 10 * VOCAB * 4)  # four chunks
+    outputs, num_saved = [], []
+    for number in (1, kept):
+        monkeypatch.setitem(lm_head.KEPT_CHUNKS, "cpu", number)
         logprob, *_ = compute_logprobs(*inputs, NO_IDS)
+        num_saved.append(len(logprob.grad_fn.saved_tensors))
         outputs.append([logprob, *torch.autograd.grad(logprob.sum(), (hidden, weight, bias))])
     for expected, actual in zip(*outputs, strict=True):
         assert torch.equal(expected, actual)
+    assert num_saved[1] - num_saved[0] == num_kept - 1
+
+
+@pytest.mark.parametrize(("free_gib", "kept"), [(0, 3), (12, 3), (22, 5), (102, 25)])
+def test_a_quarter_of_the_free_memory_without_the_gradient_of_the_head_holds_logits(free_gib, kept):
+    assert lm_head.count_kept_chunks("cuda", free_gib << 30, (1 << 30) // 4) == kept  # two GiB are for the gradient
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="counts the memory of a GPU")
-@pytest.mark.parametrize("num_chunks", [5, 3, 0])
-def test_a_gpu_keeps_the_chunks_it_has_memory_for(num_chunks):
-    device, chunk_bytes = torch.device("cuda"), lm_head.CHUNK_BYTES["cuda"]
-    limit = torch.cuda.memory_allocated(device) + int((num_chunks + 0.5) * chunk_bytes / lm_head.KEPT_FRACTION)
-    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info(device)[1])
+def test_free_memory_of_a_gpu_is_less_by_what_is_allocated():
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = get_free_bytes(device)
+    filler = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    assert get_free_bytes(device) <= before - filler.nbytes
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(0.5 * fraction, device)
     try:
-        assert lm_head.count_kept_chunks(device) == max(num_chunks, lm_head.KEPT_CHUNKS["cuda"])
+        assert get_free_bytes(device) <= 0.5 * fraction * torch.cuda.mem_get_info(device)[1]
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.set_per_process_memory_fraction(fraction, device)

@@ -120,7 +120,7 @@ def test_best_step_is_that_of_a_metric(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--step", "7"], "--step: expected one of the available steps or best:METRIC, got '7'; steps of"),
+        (["--step", "7"], "--step: expected one of the available steps or best:METRIC, got '7'; stored steps of"),
         (["--step", "best:train/los"], "the run has no metric 'train/los'"),
         (["-o", "x"], "-o is not used with --model"),
     ],
@@ -172,12 +172,19 @@ def test_an_adapter_of_an_older_step_is_exported(lora_run, tmp_path, capsys):
     assert "--step: expected one of the available steps or best:METRIC, got '7'" in capsys.readouterr().err
 
 
+def test_an_older_adapter_is_not_exported_instead_of_the_last(lora_run, tmp_path, capsys):
+    run = Path(shutil.copytree(lora_run.path, tmp_path / "lost"))
+    (run / "checkpoints" / "step_000002" / "checkpoint.json").unlink()
+    assert main(["export", str(run), "--adapter"]) == 1
+    assert "CheckpointRefused: the checkpoint of step 2, the last one, has no manifest" in capsys.readouterr().err
+
+
 def test_exporting_an_adapter_warns_if_the_base_was_quantized(lora_run, tmp_path, capsys):
     run = Path(shutil.copytree(lora_run.path, tmp_path / "quantized"))
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(re.sub("^quantize = .*", 'quantize = "4bit"', config, flags=re.MULTILINE))
     assert main(["export", str(run), "--adapter"]) == 0
-    assert "beside a base in 4 bits" in capsys.readouterr().err
+    assert "trained on the base model quantized to 4 bits" in capsys.readouterr().err
 
 
 def _read_metrics(finished: SftResult, capsys, name: str) -> list[dict[str, float]]:

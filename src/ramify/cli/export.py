@@ -86,9 +86,10 @@ def _export_adapter(run: str, directory: Path | None, step: str) -> int:
     loading = f"load it with peft.PeftModel.from_pretrained(model, {str(exported.directory)!r})"
     print(f"adapter of step {exported.step} in {exported.directory}; {loading}")
     if exported.quantize:
-        base = f"a base in {exported.quantize.removesuffix('bit')} bits"
-        advice = f"`ramify export {shlex.quote(run)} --model` merges it into that base"
-        print(f"note: it was trained beside {base}, not beside the original; {advice}", file=sys.stderr)
+        base = f"the base model quantized to {exported.quantize.removesuffix('bit')} bits"
+        problem = f"this adapter was trained on {base}, so its outputs differ on the original weights"
+        advice = f"`ramify export {shlex.quote(run)} --model` writes the quantized base with the adapter merged"
+        print(f"note: {problem}; {advice}", file=sys.stderr)
     return 0
 
 

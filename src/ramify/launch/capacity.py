@@ -23,6 +23,7 @@ from ramify.launch.launcher import ClusterNode
 from ramify.launch.machine import GIB, uses_gpu
 from ramify.launch.memory import choose_vllm_fraction, estimate_trainer, format_size, get_engine_limits
 from ramify.launch.placement import RunPlacement, place_processes
+from ramify.model.resolve import is_fetchable
 from ramify.orchestrate.run_config import RunConfig
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_optimizer
 from ramify.train.memory import GUESSED_ORIGIN, MAX_MEMORY_FRACTION, ModelSize, check_recompute_layers
@@ -137,8 +138,10 @@ def list_assumption_notes(config: RunConfig, nodes: Sequence[ClusterNode], model
         assumption = f"each GPU is assumed to have {shape.gpu_memory_gib:g} GiB, which Ray does not report"
         notes.append(f"note: {assumption}; set cluster.node.gpu_memory_gib")
     if model is not None and model.is_guessed:
-        guess = f"the size of {name} is {GUESSED_ORIGIN}, so its memory can be off by a tenth or more"
-        notes.append(f"note: {guess}; 'ramify model fetch {name}' makes it exact")
+        advice = f"; 'ramify model fetch {name}' makes it exact" if is_fetchable(name) else ""
+        notes.append(
+            f"note: the size of {name} is {GUESSED_ORIGIN}, so its memory can be off by a tenth or more{advice}"
+        )
     return notes
 
 
@@ -323,7 +326,7 @@ def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: F
     """
     node, alternatives, fitting = nodes[0], list[str](), list[Settings]()
 
-    def measure_need(settings: Settings, on: Sequence[ClusterNode]) -> int | None:
+    def find_smallest_need(settings: Settings, on: Sequence[ClusterNode]) -> int | None:
         """Return how much memory of a GPU the run needs at least with these settings; None if it does not fit."""
         changed = _with_settings(config, settings)
         with contextlib.suppress(ConfigInvalid):
@@ -335,13 +338,13 @@ def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: F
 
     def add_option(settings: Settings, where: str = "", on: Sequence[ClusterNode] = nodes) -> bool:
         """Add an alternative, unless an earlier one is a part of it, and return whether it fits."""
-        is_listed = any(earlier.items() <= settings.items() for earlier in fitting)
-        if is_listed or (needed := measure_need(settings, on)) is None:
+        is_covered = any(earlier.items() <= settings.items() for earlier in fitting)
+        if is_covered or (needed := find_smallest_need(settings, on)) is None:
             return False
         for key in reversed(list(settings)):
-            fewer = {other: value for other, value in settings.items() if other != key}
-            if fewer and (need_of_fewer := measure_need(fewer, on)) is not None:
-                settings, needed = fewer, need_of_fewer
+            reduced = {other: value for other, value in settings.items() if other != key}
+            if reduced and (reduced_need := find_smallest_need(reduced, on)) is not None:
+                settings, needed = reduced, reduced_need
         fitting.append(settings)
         flags = " ".join(_format_flag(key, value) for key, value in settings.items()) or "these settings"
         alternatives.append(f"{flags}{where}" + (f" (at least {needed / GIB:.1f} GiB of a GPU)" if needed else ""))
@@ -351,24 +354,26 @@ def _format_advice(config: RunConfig, nodes: Sequence[ClusterNode], find_size: F
     if not any(add_option({key: value}) for key, value in savings.items()) and len(savings) > 1:
         add_option(savings)
     lora = {**savings, "trainer.lora.enabled": True}
-    adapters = [] if config.trainer.lora.enabled else [lora]
-    adapters += [{**lora, "model.quantize": "4bit"}] if config.model.quantize is None else []
-    any(add_option(settings) for settings in adapters)
+    adapter_options = [] if config.trainer.lora.enabled else [lora]
+    adapter_options += [{**lora, "model.quantize": "4bit"}] if config.model.quantize is None else []
+    any(add_option(settings) for settings in adapter_options)
     lengths = (config.seq_len >> shift for shift in range(1, 8))
     any(add_option({**savings, "seq_len": length}) for length in lengths if length >= MIN_SEQ_LEN)
-    is_divided = any(add_option(division) for division in _list_divisions(config, node, savings))
+    division_fits = any(add_option(division) for division in _list_divisions(config, node, savings))
 
-    def add_machine(num_gpus: int, *changes: Settings) -> bool:
-        """Add the first of `changes` with which the run fits a machine like this one with more GPUs."""
-        machine = dataclasses.replace(node, num_gpus=num_gpus)
+    def add_larger_machine(num_gpus: int, *, with_changes: bool) -> bool:
+        """Add a machine like this one with more GPUs if the run fits it, unchanged or with a change."""
+        machine, options = dataclasses.replace(node, num_gpus=num_gpus), [Settings()]
+        if with_changes:
+            divisions = [] if division_fits else _list_divisions(config, machine, savings)
+            options += [*divisions, savings, *adapter_options]
         where = f" on {num_gpus} GPUs (--assume-gpus {num_gpus}x{node.gpu_memory / GIB:g})"
-        divisions = [] if is_divided or not changes else _list_divisions(config, machine, savings)
-        return any(add_option(settings, where, [machine]) for settings in [{}, *divisions, *changes])
+        return any(add_option(settings, where, [machine]) for settings in options)
 
     if node.allows_sharing and node.num_gpus:
         larger = range(int(node.num_gpus) + 1, MAX_ADVISED_GPUS + 1)
-        any(add_machine(num_gpus, savings, *adapters) for num_gpus in larger)
-        any(add_machine(num_gpus) for num_gpus in larger)
+        any(add_larger_machine(num_gpus, with_changes=True) for num_gpus in larger)
+        any(add_larger_machine(num_gpus, with_changes=False) for num_gpus in larger)
     if not node.num_gpus and config.trainer.device == "auto":
         alternatives.append("GPUs (`--dry-run --assume-gpus 8x80` plans for eight GPUs of 80 GiB each)")
     if not alternatives:
@@ -384,8 +389,9 @@ def _list_divisions(config: RunConfig, node: ClusterNode, savings: Settings) -> 
     num_ranks = launch.trainer_gpus or config.cluster.trainer.num_ranks
     if not node.allows_sharing or launch.gpu_placement != "auto" or num_ranks is not None or num_gpus < 2:
         return []
-    of_ranks = {key: value for key, value in savings.items() if key != MOMENTS_KEY}  # several ranks have no 8 bits
-    divisions = [{**of_ranks, "launch.trainer_gpus": count} for count in range(2, num_gpus)]
+    # Several ranks have no moments in 8 bits.
+    savings_of_ranks = {key: value for key, value in savings.items() if key != MOMENTS_KEY}
+    divisions = [{**savings_of_ranks, "launch.trainer_gpus": count} for count in range(2, num_gpus)]
     return [*divisions, {**savings, "launch.gpu_placement": "colocated"}]
 
 
@@ -439,7 +445,8 @@ def check_allocation(config: RunConfig) -> None:
         for role in ("engines", "models", "env_servers", "trainer")
     }
     config, nodes = config.model_copy(update={"cluster": cluster.model_copy(update=update)}), list_planned_nodes(config)
-    place_run(plan_sizes(config, nodes)[0], nodes, user_config=config)
+    is_new = config.shared_path is None  # the run's own directory is not on this machine
+    place_run(plan_sizes(config, nodes, fresh=is_new)[0], nodes, user_config=config)
 
 
 def build_allocation_warning(config: RunConfig) -> str | None:

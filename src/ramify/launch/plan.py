@@ -168,8 +168,8 @@ def build_plan(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool =
 def plan_run(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = False) -> tuple[RunConfig, RunPlacement]:
     """Return the configuration with everything decided that depends on the nodes, and the placement.
 
-    Raises ConfigInvalid if the run is not possible, or if the disk of a head that is not assumed is too small;
-    ClusterTooSmall.
+    Raises ClusterTooSmall, or ConfigInvalid if the run is not possible or its disk is too small. The disk of an assumed
+    machine is not known, unless the run has a shared directory.
     """
     user_config, (config, reasons) = config, plan_sizes(config, nodes, fresh=fresh)
     placement = place_run(config, nodes, user_config=user_config)
@@ -180,7 +180,8 @@ def plan_run(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool = F
         placement = place_run(config, nodes)
     placement = replace(placement, reasons=(*placement.reasons, *reasons))
     disk = estimate_disk(config, nodes, fresh=fresh)
-    if disk is not None and not (disk.is_guessed or placement.head.is_assumed) and (problem := disk.find_problem()):
+    is_known = not (placement.head.is_assumed and config.shared_path is None)
+    if disk is not None and not disk.is_guessed and is_known and (problem := disk.find_problem()):
         raise ConfigInvalid(problem, key="output")
     return config, placement
 

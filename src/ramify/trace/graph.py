@@ -119,11 +119,16 @@ class MessageGraph:
 
     @property
     def finish_reasons(self) -> Sequence[str | None]:
-        """Why the model call of each node ended; None for a node without one. Each record is decoded once for it."""
-        for node in range(len(self._finish_reasons), len(self)):
-            call = self.read_record(node).call
-            self._finish_reasons.append(None if call is None else sys.intern(call.finish_reason))
-        return self._finish_reasons
+        """Why the model call of each node ended; None for a node without one.
+
+        Records are decoded when they are first needed. Several threads may read this.
+        """
+        reasons = self._finish_reasons
+        if new_nodes := range(len(reasons), len(self)):
+            calls = [self.read_record(node).call for node in new_nodes]
+            reasons = [*reasons, *(None if call is None else sys.intern(call.finish_reason) for call in calls)]
+            self._finish_reasons = reasons
+        return reasons
 
     def version_spans(self, node: int) -> tuple[VersionSpan, ...]:
         """Return the weight versions of the node's sampled tokens."""
@@ -242,7 +247,7 @@ class MessageGraph:
             parent = int(self.nodes.view["parent"][self._run_first.pop()])
             self._run_depth.pop()
             self._forks[self.find_run(parent) if parent >= 0 else -1].pop()
-        del self._finish_reasons[num_nodes:]
+        self._finish_reasons = self._finish_reasons[:num_nodes]
         for table in (self.versions, self.media_refs):
             table.size = int(np.searchsorted(table.view["node"], num_nodes))
         for column, stop in ((self.tokens, "stop"), (self.logprobs, "logprobs_stop"), (self.records, "record_stop")):

@@ -30,20 +30,19 @@ class _TurnCounts:
         """The nodes."""
         raise NotImplementedError
 
-    @property
-    def _finish_reasons(self) -> Sequence[str | None]:
-        """Why the model call of each node ended; None for a node without one."""
+    def _get_finish_reasons(self) -> Sequence[str | None]:
+        """Return why the model call of each node ended; None for a node without one."""
         raise NotImplementedError
 
     @property
     def num_turns(self) -> int:
         """The number of model calls."""
-        return sum(reason is not None for reason in self._finish_reasons)
+        return sum(reason is not None for reason in self._get_finish_reasons())
 
     @property
     def has_response(self) -> bool:
         """Whether the reply of the last model call has content."""
-        pairs = zip(reversed(self.nodes), reversed(self._finish_reasons))
+        pairs = zip(reversed(self.nodes), reversed(self._get_finish_reasons()))
         reply = next((node.message for node, reason in pairs if reason is not None), None)
         return reply is not None and bool(reply.content)
 
@@ -86,9 +85,7 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
         """All nodes, in arrival order."""
         return _NodeSequence(self)
 
-    @property
-    def _finish_reasons(self) -> Sequence[str | None]:
-        """Why the model call of each node ended; None for a node without one."""
+    def _get_finish_reasons(self) -> Sequence[str | None]:
         return self.graph.finish_reasons
 
     @property
@@ -144,7 +141,7 @@ class Trace(_TurnCounts, TraceHeader, kw_only=True, eq=False):
     @property
     def is_truncated(self) -> bool:
         """Whether a model call was stopped by its length limit."""
-        return "length" in self._finish_reasons
+        return "length" in self._get_finish_reasons()
 
     @property
     def last_reply(self) -> str:
@@ -295,9 +292,7 @@ class Branch(_TurnCounts):
         """The nodes of the path, root first."""
         return [Node(self.trace, index) for index in self.trace.graph.path_nodes(self.leaf)]
 
-    @property
-    def _finish_reasons(self) -> list[str | None]:
-        """Why the model call of each node of the path ended; None for a node without one."""
+    def _get_finish_reasons(self) -> list[str | None]:
         reasons = self.trace.graph.finish_reasons
         return [reasons[index] for index in self.trace.graph.path_nodes(self.leaf)]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ramify.core.config import CONFIG_FILE
-from ramify.core.errors import ConfigInvalid, WeightsRefused
+from ramify.core.errors import CheckpointRefused, ConfigInvalid, WeightsRefused
 from ramify.core.files import create_directory
 from ramify.core.names import suggest
 from ramify.model.resolve import WEIGHTS_NAME_PATTERN
@@ -20,7 +20,12 @@ from ramify.run.fencing.token import FencingToken
 from ramify.run.store import RunStore
 from ramify.run.store.ledger import Ledger
 from ramify.run.store.run_log import RunLog
-from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_committed_checkpoint, list_saved_steps
+from ramify.train.checkpoint_manifest import (
+    CHECKPOINTS_DIR,
+    find_committed_checkpoint,
+    list_completed_steps,
+    list_saved_steps,
+)
 from ramify.train.config import find_best_step, read_run_config
 from ramify.train.weights_directory import WEIGHTS_DIR
 
@@ -74,7 +79,7 @@ def _write_model(directory: Path, run: Path, step: int, published: Mapping[int, 
 
 @dataclass(frozen=True, slots=True)
 class ExportedAdapter:
-    """An adapter that was exported, and the format of the base model that it was trained with, if it is quantized."""
+    """An exported adapter. `quantize` is the format of the base model that it was trained on, if it was quantized."""
 
     step: int
     directory: Path
@@ -87,17 +92,21 @@ def export_adapter(store: RunStore, directory: Path | None = None, step: str = "
     Raises ConfigInvalid if the run trains no adapter, the directory exists or there is no such step, CheckpointRefused
     if the checkpoint is damaged.
     """
-    from ramify.train.model_export import write_adapter  # loads torch
-
     run = store.path
     model, trainer = read_run_config(run / CONFIG_FILE)
     if not trainer.lora.enabled:
         raise ConfigInvalid(f"{run} has no adapter: it was not trained with [trainer.lora]")
     ledger = Ledger.open_readonly(store)
     chosen = _choose_step(step, set(list_saved_steps(run / CHECKPOINTS_DIR)), store, ledger)
+    last = ledger.progress().committed or max(list_completed_steps(run / CHECKPOINTS_DIR))
+    if not step and chosen < last:
+        problem = f"the checkpoint of step {last}, the last one, has no manifest"
+        raise CheckpointRefused(f"{problem}; --step {chosen} exports an older adapter")
     target = directory or run / f"adapter-{chosen:06}"
     if target.exists():
         raise ConfigInvalid(f"{target} already exists: remove it, or choose another directory with -o")
+    from ramify.train.model_export import write_adapter  # loads torch
+
     write_adapter(target, _find_checkpoint(run, chosen, ledger), trainer.lora, model.name)
     return ExportedAdapter(chosen, target, model.quantize)
 
@@ -107,19 +116,19 @@ def _find_checkpoint(run: Path, step: int, ledger: Ledger) -> Path:
     return find_committed_checkpoint(run / CHECKPOINTS_DIR, step, commit.directory if commit else "")
 
 
-def _choose_step(step: str, stored: Set[int], store: RunStore, ledger: Ledger) -> int:
-    """Return the step that was asked for, one of the committed steps in `stored`; the last one if `step` is empty.
+def _choose_step(step: str, stored_steps: Set[int], store: RunStore, ledger: Ledger) -> int:
+    """Return the step that was asked for, one of the committed steps in `stored_steps`, by default the last.
 
     Raises ConfigInvalid if it is not available.
     """
-    committed = ledger.progress().committed or max(stored, default=0)
-    available = sorted(number for number in stored if 0 < number <= committed)
+    committed = ledger.progress().committed or max(stored_steps, default=0)
+    available = sorted(number for number in stored_steps if 0 < number <= committed)
     if not available:
         raise ConfigInvalid(f"{store.path} has no checkpoint yet, so there is nothing to export")
     if not step:
         return available[-1]
     listed = ", ".join(map(str, available))
-    steps = f"steps of {store.path} that are stored: {listed} (checkpoint.keep_last, keep_best, keep_interval)"
+    steps = f"stored steps of {store.path}: {listed}; checkpoint.keep_last, keep_best and keep_interval choose them"
     if not step.startswith(BEST_PREFIX):
         if not step.isdecimal() or int(step) not in available:
             raise ConfigInvalid(f"--step: expected one of the available steps or best:METRIC, got {step!r}; {steps}")

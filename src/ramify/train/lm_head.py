@@ -20,8 +20,8 @@ from ramify.model.logit_transform import LogitTransform
 IDENTITY = LogitTransform()
 ROW_MULTIPLE = 128  # on CUDA chunks have a multiple of this many rows, which suits matrix products
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # size of a chunk's logits: a core's cache, a small part of a GPU
-KEPT_CHUNKS = {"cpu": 1, "cuda": 3}  # at least, chunks whose logits are kept for the backward pass
-KEPT_FRACTION = 0.25  # of a GPU's free memory that kept logits may take beyond that
+KEPT_CHUNKS = {"cpu": 1, "cuda": 3}  # the fewest chunks whose logits are kept for the backward pass
+KEPT_FRACTION = 0.25  # of a GPU's free memory that kept logits may take, if that is more
 
 
 def compute_logprobs(
@@ -37,8 +37,22 @@ def compute_logprobs(
 
     The other logprobs are for `top_ids` [rows, k]. All are in float32; the entropy has no gradient.
     """
-    result: Any = _ChunkedLogprobs.apply(hidden, weight, bias, target_ids, 1.0 / temperature, top_ids, transform)
+    num_kept = 0
+    if torch.is_grad_enabled():
+        free_bytes = get_free_bytes(hidden.device) if hidden.is_cuda else 0
+        num_kept = count_kept_chunks(hidden.device.type, free_bytes, weight.numel())
+    columns = target_ids, 1.0 / temperature, top_ids
+    result: Any = _ChunkedLogprobs.apply(hidden, weight, bias, *columns, transform, num_kept)
     return result
+
+
+def count_kept_chunks(device_type: str, free_bytes: int, num_weights: int) -> int:
+    """Return the number of chunks whose logits are kept, on a device with this much free memory.
+
+    The backward pass sums the gradient of the head's `num_weights` weights in float32: of one chunk, and of all.
+    """
+    available_bytes = KEPT_FRACTION * (free_bytes - 2 * torch.float32.itemsize * num_weights)
+    return max(KEPT_CHUNKS[device_type], int(available_bytes // CHUNK_BYTES[device_type]))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -52,12 +66,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         inv_temperature: Tensor,
         top_ids: Tensor,
         transform: LogitTransform,
+        num_kept: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         target_ids, inv_temperature = target_ids.contiguous(), inv_temperature.contiguous()
         logprob, entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         top_logprob = hidden.new_empty(top_ids.shape, dtype=torch.float32)
         reduce_logits, _ = _get_logit_functions(hidden.device.type)
-        kept_logits: deque[Tensor] = deque(maxlen=count_kept_chunks(hidden.device))
+        kept_logits: deque[Tensor] = deque(maxlen=num_kept)
         for rows in _split_rows(len(hidden), len(weight), hidden):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             logprob[rows], entropy[rows], logsumexp[rows] = reduce_logits(
@@ -100,10 +115,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 
@@ -158,14 +170,6 @@ def _split_rows(num_rows: int, vocab_size: int, hidden: Tensor) -> list[slice]:
     if hidden.device.type != "cpu":
         size = -(-size // ROW_MULTIPLE) * ROW_MULTIPLE
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-
-
-def count_kept_chunks(device: torch.device) -> int:
-    """Return the number of chunks whose logits are kept on a device."""
-    kept = KEPT_CHUNKS[device.type]
-    if device.type != "cuda":
-        return kept
-    return max(kept, int(KEPT_FRACTION * get_free_bytes(device)) // CHUNK_BYTES[device.type])
 
 
 def _accumulate_matmul(accumulator: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from ramify.core.errors import ConfigInvalid, ConfigProblem
 from ramify.core.names import find_similar
 
 MAX_VALUE_CHARS = 80  # of a value in a message
+CLEARLY_SIMILAR = 0.8  # how similar a key elsewhere must be to be suggested
 C = TypeVar("C", bound=Config)
 P = TypeVar("P", bound=Config)
 
@@ -306,12 +307,13 @@ def _suggest_key(key: KeyPath, layers: ConfigLayers, command_flags: Sequence[str
     if hint := find_key_hint(layers.cls, str(name)):
         return f"did you mean {'' if ' = ' in hint else dashes}{hint}?"
     keys = list(iter_keys(layers.cls))
-    if section and (below := next((other for other in keys if (*other[: len(section)], other[-1]) == key), None)):
-        return f"did you mean {dashes}{format_key(below)}?"
+    below = [other for other in keys if section and (*other[: len(section)], other[-1]) == key]
+    if len(below) == 1 and not find_similar(str(name), valid_keys, cutoff=CLEARLY_SIMILAR):
+        return f"did you mean {dashes}{format_key(below[0])}?"
     if similar := find_similar(str(name), valid_keys):
         return f"did you mean {dashes}{format_key((*section, similar))}?"
     elsewhere = {str(other[-1]): other for other in reversed(keys)}
-    if similar := find_similar(str(name), elsewhere, cutoff=0.8):
+    if similar := find_similar(str(name), elsewhere, cutoff=CLEARLY_SIMILAR):
         if section and len(elsewhere[similar]) == 1 and not dashes:  # in a file, "did you mean" would repeat the name
             return f"{similar} is a key of the top level; valid here: {', '.join(valid_keys)}"
         return f"did you mean {dashes}{format_key(elsewhere[similar])}?"
