@@ -14,7 +14,7 @@ from ramify.cli import main
 from ramify.model.resolve import resolve_model_path
 from tests.support import environments
 from tests.support.images import QWEN_TOKENS, write_vision_directory
-from tests.support.runs import read_values, run_command, run_with_faults, write_config
+from tests.support.runs import read_values, run_command, run_with_faults
 
 pytestmark = pytest.mark.run
 
@@ -122,8 +122,9 @@ def test_hybrid_model_is_trained_on_forests(tmp_path):
 def test_fused_hybrid_survives_kills_with_states_in_flight(tmp_path):
     """Snapshots of states end with an engine; every token that is trained is the engine's and the trainer's alike."""
     write_random_model(tmp_path / "random", "qwen3_5_text", **FUSED_HYBRID)
-    write_config(tmp_path, steps=6, max_staleness=0, interval=1)
-    run_with_faults(tmp_path, ["serve", "trainer", "serve", "orchestrator"], "-m", "random", timeout=600.0)
+    (tmp_path / "rl.toml").write_text(CONFIG)  # a random model has different rewards in it
+    flags = ["--max_steps", "6", "--launch.max_restarts", "100"]
+    run_with_faults(tmp_path, ["serve", "trainer", "serve", "orchestrator"], *flags, timeout=600.0)
     assert (tmp_path / "faults.txt").read_text().split() == ["serve", "trainer", "serve", "orchestrator"]
     run = tmp_path / "outputs" / "run"
     assert main(["why", str(run), "--audit"]) == 0
