@@ -159,7 +159,7 @@ def plan_sizes(config: RunConfig, nodes: Sequence[ClusterNode], *, fresh: bool =
         check_recompute_layers(config.trainer, model.num_layers)
     saved = None if fresh else find_saved_optimizer((config.shared_path or config.path) / CHECKPOINTS_DIR)
     if saved is not None:
-        saved.check_continues(config.trainer.optim)
+        saved.check_matches(config.trainer.optim)
         if None not in _list_run_moments(config, nodes):
             planned = _with_settings(config, {MOMENTS_KEY: saved.moments})
             reasons[MOMENTS_KEY] = "as in the run's checkpoints"

@@ -189,7 +189,7 @@ def choose_step_sizes(
     ConfigInvalid if the settings name another one, or if several ranks would have moments in 8 bits.
     """
     if saved_optimizer is not None:
-        saved_optimizer.check_continues(config.optim)
+        saved_optimizer.check_matches(config.optim)
         if config.optim.moments == "auto":
             config = config.with_moments(saved_optimizer.moments)
             log(f"{MOMENTS_KEY} = {saved_optimizer.moments}: as in the run's checkpoints")

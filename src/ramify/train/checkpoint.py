@@ -37,6 +37,7 @@ from ramify.train.checkpoint_manifest import (
     MANIFEST_FILE,
     CheckpointManifest,
     FileRecord,
+    SavedOptimizer,
     checksum_files,
     compute_manifest_digest,
     find_committed_checkpoint,
@@ -44,7 +45,6 @@ from ramify.train.checkpoint_manifest import (
     get_step_directory,
     list_checkpoints,
     list_saved_steps,
-    name_optimizer,
     parse_checkpoint_name,
     verify_checkpoint,
 )
@@ -267,7 +267,7 @@ def ignore_single_process_warning() -> Iterator[None]:
 
 def _describe_optimizer(trainer: Trainer) -> str:
     optim = trainer.config.optim
-    return name_optimizer(optim.type, optim.moments)
+    return SavedOptimizer(optim.type, optim.moments).name
 
 
 def _iter_state_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:

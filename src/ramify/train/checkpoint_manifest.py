@@ -85,18 +85,24 @@ def convert_read_errors(path: Path) -> Iterator[None]:
         raise CheckpointRefused(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def name_optimizer(optimizer: str, moments: str) -> str:
-    """Return the optimizer as a manifest names it, which includes the format of its moments."""
-    return f"{optimizer}{QUANTIZED_SUFFIX}" if moments == "8bit" else optimizer
-
-
 class SavedOptimizer(NamedTuple):
     """The optimizer that wrote a checkpoint, and the format of its moments."""
 
     type: str
     moments: str
 
-    def check_continues(self, optim: OptimConfig) -> None:
+    @classmethod
+    def parse(cls, name: str) -> "SavedOptimizer":
+        """Return the optimizer that a manifest names."""
+        moments = "8bit" if name.endswith(QUANTIZED_SUFFIX) else "float32"
+        return cls(name.removesuffix(QUANTIZED_SUFFIX), moments)
+
+    @property
+    def name(self) -> str:
+        """The name in a manifest."""
+        return f"{self.type}{QUANTIZED_SUFFIX}" if self.moments == "8bit" else self.type
+
+    def check_matches(self, optim: OptimConfig) -> None:
         """Raise ConfigInvalid if a run with these settings cannot continue from the checkpoint."""
         if optim.type != self.type:
             key, expected, value = "type", repr(self.type), optim.type
@@ -112,9 +118,7 @@ def find_saved_optimizer(directory: Path) -> SavedOptimizer | None:
     """Return the optimizer of the newest readable checkpoint of a run; None without one."""
     for path in reversed(list_checkpoints(directory)):
         with contextlib.suppress(CheckpointRefused):
-            name = CheckpointManifest.read(path).optimizer
-            moments = "8bit" if name.endswith(QUANTIZED_SUFFIX) else "float32"
-            return SavedOptimizer(name.removesuffix(QUANTIZED_SUFFIX), moments)
+            return SavedOptimizer.parse(CheckpointManifest.read(path).optimizer)
     return None
 
 
