@@ -127,7 +127,7 @@ def test_dry_run_refuses_missing_directories_of_models_and_names_those_that_may_
     rl = ["rl", "envs.py:Sound", "--name", "other", *models, "--dry-run"]
     assert main(rl) == 0
     lines = capsys.readouterr().out.splitlines()
-    download = "the run downloads org/model when it starts; 'ramify model fetch org/model' downloads it before"
+    download = "the run downloads org/model when it starts; to do it now: 'ramify model fetch org/model'"
     assert f"note: models.hub.name: {download}" in lines
     notes, teacher = [line for line in lines if "not checked" in line], names["teacher"]
     assert notes == [

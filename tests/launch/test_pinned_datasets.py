@@ -104,7 +104,7 @@ def test_sources_read_one_commit_though_the_branch_moves_between_them(hub, revis
 def test_dry_run_downloads_nothing_and_names_what_the_run_will_download(hub, tmp_path, capsys):
     write_toml(make_config(), tmp_path / "run.toml")
     assert main(["rl", "@", "run.toml", "-m", "tiny", "--dry-run"]) == 0
-    note = f"the run downloads {NAME} when it starts; 'ramify data {NAME}' downloads it before"
+    note = f"the run downloads {NAME} when it starts; to do it now: 'ramify data {NAME}'"
     lines = capsys.readouterr().out.splitlines()
     assert [f"note: {kind}.0.taskset.path: {note}" for kind in ("train", "eval")] == [
         line for line in lines if NAME in line

@@ -187,9 +187,22 @@ EVAL = ("eval", "reverse-text", "-m", NAME, "--num_tasks", "1", "--sampling.max_
 @pytest.mark.process
 def test_dry_runs_do_not_download(remote, tmp_path, capsys):
     assert main([*EVAL, str(tmp_path), "--dry-run"]) == 0
-    assert (
-        f"the run downloads {NAME} when it starts; 'ramify model fetch {NAME}' downloads it" in capsys.readouterr().out
-    )
+    note = f"the run downloads {NAME} when it starts; to do it now: 'ramify model fetch {NAME}'"
+    assert note in capsys.readouterr().out
+    assert remote.sent == []
+
+
+@pytest.mark.process
+def test_a_dry_run_of_an_eval_treats_names_as_the_eval_does(remote, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    snapshot = tmp_path / "cache" / "models--gpt2" / "snapshots" / "main"  # only the config is cached
+    AutoConfig.for_model("gpt2").save_pretrained(snapshot)
+    for flags in ([], ["--dry-run"]):
+        assert main(["eval", "reverse-text", "-m", "gpt2", *flags]) == 2
+        assert "model.name: only the config of model 'gpt2' is in the local cache" in capsys.readouterr().err
+    (tmp_path / "outputs").mkdir()
+    assert main(["eval", "reverse-text", "-m", "outputs/typo", "--dry-run"]) == 0
+    assert "note: model.name: not checked: model 'outputs/typo' was not found" in capsys.readouterr().out
     assert remote.sent == []
 
 

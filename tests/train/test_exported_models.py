@@ -67,7 +67,7 @@ def test_a_dry_run_notes_the_models_that_the_run_would_export(run):
     config = RunConfig(model=TrainedModelConfig(name=last), models=models, train=[source])
     assert find_run_problems(config, dry_run=True) == []
     notes = [note for note in list_model_notes(config) if "exports" in note]
-    note = f"note: model.name: the run exports {last} when it starts; 'ramify model fetch {last}' exports it before"
+    note = f"note: model.name: the run exports {last} when it starts; to do it now: 'ramify model fetch {last}'"
     assert notes == [note, note.replace("model.name", "models.old.name").replace("000004", "000002")]
     assert not (run / "models").exists()
 

@@ -64,7 +64,7 @@ def list_missing_datasets(config: RunConfig) -> dict[str, str]:
 def list_dataset_notes(config: RunConfig) -> list[str]:
     """Return a note for each dataset that the run would download."""
     return [
-        f"note: {key}.taskset.path: the run downloads {path} when it starts; 'ramify data {path}' downloads it before"
+        f"note: {key}.taskset.path: the run downloads {path} when it starts; to do it now: 'ramify data {path}'"
         for key, path in list_missing_datasets(config).items()
     ]
 

@@ -25,12 +25,11 @@ from ramify.model.config_check import check_model_config
 from ramify.model.image_support import find_rank_problem
 from ramify.model.render import load_renderer
 from ramify.model.resolve import (
+    describe_missing_model,
     fetch_model,
-    format_fetch_note,
     has_weights,
     is_fetchable,
     is_loaded_as_text,
-    may_be_path,
     read_max_positions,
     read_vocab_size,
     resolve_config_path,
@@ -267,8 +266,7 @@ def list_model_notes(config: RunConfig) -> list[str]:
     ]
     # A dry run may be for another machine.
     missing = [
-        f"note: {key}: not checked: {text}" if may_be_path(name) else format_fetch_note(key, name)
-        for key, name, text in list_missing_models(config)
+        note for key, name in _list_started_models(config).items() if (note := describe_missing_model(key, name))
     ]
     without_vllm = [f"note: {problem}" for problem in _find_missing_vllm(config)]
     return [*unused, *missing, *without_vllm]

@@ -184,13 +184,19 @@ def is_fetchable(name: str) -> bool:
     return is_hub_id(name) or can_export(name)
 
 
-def format_fetch_note(key: str, name: str) -> str:
-    """Return the note of a dry run about a model that is not here, and that the run will fetch."""
-    verb = "downloads" if is_hub_id(name) else "exports"
-    return f"note: {key}: the run {verb} {name} when it starts; 'ramify model fetch {name}' {verb} it before"
+def describe_missing_model(key: str, name: str) -> str | None:
+    """Return the note of a dry run about a model that is not here; None if it is here."""
+    try:
+        resolve_model_path(name)
+    except ModelNotFound as error:
+        if _may_be_path(name):
+            return f"note: {key}: not checked: {error.message}"
+        verb = "downloads" if is_hub_id(name) else "exports"
+        return f"note: {key}: the run {verb} {name} when it starts; to do it now: 'ramify model fetch {name}'"
+    return None
 
 
-def may_be_path(name: str) -> bool:
+def _may_be_path(name: str) -> bool:
     """Return whether a name that is not here may be a mistyped path: it cannot be fetched, or ORG is a directory here.
 
     A hub id of the second kind is still downloaded: a directory ORG may hold other models of that organization.

@@ -21,8 +21,8 @@ from ramify.infer.gateway.policy_connection import connect_policy
 from ramify.model.config_check import check_model_config
 from ramify.model.image_support import find_image_problem
 from ramify.model.resolve import (
+    describe_missing_model,
     fetch_model,
-    format_fetch_note,
     is_fetchable,
     read_max_positions,
     resolve_config_path,
@@ -178,19 +178,18 @@ def fetch_served_model(config: EvalConfig) -> None:
 
 def list_model_notes(config: EvalConfig) -> list[str]:
     """Return a note if the eval has to fetch the model that it serves."""
-    if not isinstance(config.inference, ExternalServersConfig):
-        try:
-            resolve_model_path(config.model.name)
-        except ModelNotFound:
-            return [format_fetch_note("model.name", config.model.name)]
-    return []
+    if isinstance(config.inference, ExternalServersConfig):
+        return []
+    note = describe_missing_model("model.name", config.model.name)
+    return [note] if note else []
 
 
 def _read_model_length(config: EvalConfig) -> int | None:
     """Return the longest sequence that the model allows; None if it is unknown, or if the eval will fetch the model."""
+    name = config.model.name
     try:
-        return read_max_positions(resolve_config_path(config.model.name))
+        return read_max_positions(resolve_config_path(name) if is_fetchable(name) else resolve_model_path(name))
     except ModelNotFound as error:
-        if is_fetchable(config.model.name):  # only in a dry run: a run has fetched it
+        if is_fetchable(name):  # only in a dry run: a run has fetched it
             return None
         raise ConfigInvalid(error.message, key="model.name") from error
