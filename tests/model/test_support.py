@@ -64,8 +64,8 @@ def test_the_table_of_families_says_what_the_code_does(model_type):
 
 
 def test_what_was_tested_is_said_of_the_families_of_the_table_only():
-    assert {model_type: variant.engine for model_type, variant in TESTED.items()} == {
-        model_type: row[0] for model_type, row in read_rows().items()
+    assert {model_type: (variant.engine, variant.trainer) for model_type, variant in TESTED.items()} == {
+        model_type: row[:2] for model_type, row in read_rows().items()
     }
 
 
@@ -76,18 +76,25 @@ def test_what_was_tested_is_said_of_the_families_of_the_table_only():
             "phi3",
             {"sliding_window": 512},
             "own code",
-            "another variant of the family (fused), not this one: logprobs of",
+            "another variant of the family (fused, forest), not this one: logprobs of",
         ),
         (
             "mistral",
             {"sliding_window": None},
             "fused",
-            "another variant of the family (own code), not this one: gradients",
+            "another variant of the family (own code, forest), not this one: gradients",
         ),
         ("mistral", {}, "own code", "gradients on CPU and H200"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 8}, "fused", "another variant of the family (fused, forest), not"),
+        (
+            "bamba",
+            {**SETTINGS["bamba"], "mamba_d_conv": 8},
+            "own code",
+            "another variant of the family (own code, forest), not",
+        ),
         ("qwen3", {"quantization_config": {"quant_method": "gptq"}}, REFUSED, NOT_TESTED),
         ("mamba", {"quantization_config": {"quant_method": "gptq"}}, REFUSED, NOT_TESTED),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, REFUSED, "the refusal"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, REFUSED, "only that it is refused"),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from ramify.model.load import check_not_quantized, find_quantization_problem, lo
 from ramify.model.pack_layout import (
     TEXT_PART_MODEL_TYPES,
     VISION_MODEL_TYPES,
+    PackLayout,
     choose_pack_layout,
     describe_pack_layout,
 )
@@ -19,13 +20,16 @@ from ramify.model.pack_layout import (
 REFUSED = "refused"
 FUSED = "fused"
 OWN_CODE = "own code"  # transformers' code of the model, with the paged cache
-REFUSAL_TESTED = "the refusal"
+FOREST = PackLayout.FOREST.value
+CHAINS = PackLayout.CHAINS.value
+REFUSAL_TESTED = "only that it is refused"
 
 
 class TestedVariant(NamedTuple):
-    """What was tested of a family, and with which engine."""
+    """What was tested of a family, and with which engine and trainer, as in `ModelSupport`."""
 
     engine: str
+    trainer: str
     tests: str
 
 
@@ -33,42 +37,47 @@ class TestedVariant(NamedTuple):
 TESTED = {
     **dict.fromkeys(
         ("llama", "qwen2", "qwen3", "qwen3_vl", "smolvlm", "idefics3"),
-        TestedVariant(FUSED, "runs, gradients and logprobs on CPU and H200"),
+        TestedVariant(FUSED, FOREST, "runs, gradients and logprobs on CPU and H200"),
     ),
-    "mistral": TestedVariant(OWN_CODE, "gradients on CPU and H200"),
-    **dict.fromkeys(("qwen3_moe", "mixtral"), TestedVariant(OWN_CODE, "a run and gradients on CPU")),
+    "mistral": TestedVariant(OWN_CODE, FOREST, "gradients on CPU and H200"),
+    **dict.fromkeys(("qwen3_moe", "mixtral"), TestedVariant(OWN_CODE, FOREST, "a run and gradients on CPU")),
     **dict.fromkeys(
         ("gpt_oss", "gemma2"),
-        TestedVariant(OWN_CODE, "gradients and logprobs on CPU; kernels, engine and gradients on H200"),
+        TestedVariant(OWN_CODE, FOREST, "gradients and logprobs on CPU; kernels, engine and gradients on H200"),
     ),
-    "granite": TestedVariant(FUSED, "logprobs of engine and trainer on CPU"),
+    "granite": TestedVariant(FUSED, FOREST, "logprobs of engine and trainer on CPU"),
     **dict.fromkeys(
         ("granitemoehybrid", "bamba"),
-        TestedVariant(OWN_CODE, "gradients, and logprobs of engine and trainer, on CPU"),
+        TestedVariant(OWN_CODE, FOREST, "gradients, and logprobs of engine and trainer, on CPU"),
     ),
     **dict.fromkeys(
         ("phi3", "smollm3", "seed_oss"),
-        TestedVariant(FUSED, "logprobs of the engine on CPU; the trainer's check on CPU"),
+        TestedVariant(FUSED, FOREST, "logprobs of the engine on CPU; the trainer's check on CPU"),
     ),
-    **dict.fromkeys(("granite_swa", "cohere", "cohere2"), TestedVariant(OWN_CODE, "logprobs of the trainer on CPU")),
+    **dict.fromkeys(
+        ("granite_swa", "cohere", "cohere2"), TestedVariant(OWN_CODE, FOREST, "logprobs of the trainer on CPU")
+    ),
     **dict.fromkeys(
         ("gemma3_text", "olmo2", "olmo3", "glm4", "ernie4_5", "glm4_moe", "minimax_m2"),
-        TestedVariant(OWN_CODE, "the checks when they are loaded, on CPU"),
+        TestedVariant(OWN_CODE, FOREST, "the checks when they are loaded, on CPU"),
     ),
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_text"),
         TestedVariant(
-            FUSED, "runs with kills, gradients and logprobs on CPU; training steps, gradients and the engine on H200"
+            FUSED,
+            FOREST,
+            "runs with kills, gradients and logprobs on CPU; training steps, gradients and the engine on H200",
         ),
     ),
-    "lfm2": TestedVariant(FUSED, "gradients and logprobs on CPU; gradients and tests of the engine on H200"),
-    "olmo_hybrid": TestedVariant(OWN_CODE, "gradients and logprobs on CPU"),
+    "lfm2": TestedVariant(FUSED, FOREST, "gradients and logprobs on CPU; gradients and tests of the engine on H200"),
+    "olmo_hybrid": TestedVariant(OWN_CODE, FOREST, "gradients and logprobs on CPU"),
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe"),
-        TestedVariant(OWN_CODE, "gradients and logprobs of Qwen3-Next on CPU"),
+        TestedVariant(OWN_CODE, FOREST, "gradients and logprobs of Qwen3-Next on CPU"),
     ),
-    **dict.fromkeys(("mamba", "falcon_mamba"), TestedVariant(REFUSED, "the check of the trainer on CPU")),
-    **dict.fromkeys(("falcon_h1", "nemotron_h", "minimax"), TestedVariant(REFUSED, "gradients on CPU")),
+    **dict.fromkeys(("mamba", "falcon_mamba"), TestedVariant(REFUSED, CHAINS, "the check of the trainer on CPU")),
+    **dict.fromkeys(("falcon_h1", "nemotron_h"), TestedVariant(REFUSED, FOREST, "gradients on CPU")),
+    "minimax": TestedVariant(REFUSED, CHAINS, "gradients on CPU"),
     **dict.fromkeys(
         (
             "deepseek_v2",
@@ -90,9 +99,9 @@ TESTED = {
             "t5",
             "bart",
         ),
-        TestedVariant(REFUSED, REFUSAL_TESTED),
+        TestedVariant(REFUSED, REFUSED, REFUSAL_TESTED),
     ),
-    "gpt2": TestedVariant(OWN_CODE, "the engine's check on CPU"),
+    "gpt2": TestedVariant(OWN_CODE, REFUSED, "the engine's check on CPU"),
 }
 NOT_TESTED = "not tested"
 CHECKED_WHEN_LOADED = "not tested: it is compared with its own code when it is loaded"
@@ -158,8 +167,8 @@ def _describe_tests(model_type: str, engine: str, trainer: str) -> str:
         return REFUSAL_TESTED if is_tested else NOT_TESTED
     if variant is None:
         return CHECKED_WHEN_LOADED
-    if variant.engine != engine:
-        return f"another variant of the family ({variant.engine}), not this one: {variant.tests}"
+    if (variant.engine, variant.trainer) != (engine, trainer):
+        return f"another variant of the family ({variant.engine}, {variant.trainer}), not this one: {variant.tests}"
     return variant.tests
 
 
