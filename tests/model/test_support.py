@@ -255,8 +255,13 @@ def test_quantized_weights_are_refused_by_name(tmp_path, capsys, model_type, met
             load(tmp_path)
     assert main(["doctor", "--model", str(tmp_path), "--json"]) == 1
     row = json.loads(capsys.readouterr().out)
-    assert row["engine"] == row["trainer"] == REFUSED and re.search(message, row["notes"][0])
-    assert not any("vllm" in note for note in row["notes"])
+    assert row["engine"] == row["trainer"] == REFUSED
+    (note,) = row["notes"]  # one for both
+    assert re.search(f"^{message}", note)
+    with pytest.raises(ModelUnsupported, match=f"quantized .*{advice}; inference.engine = .vllm. runs it in vLLM"):
+        check_model_supported(tmp_path, by_trainer=False, by_engine=True)
+    with pytest.raises(ModelUnsupported, match="quantized"):
+        load_hf_model(tmp_path, load_config(tmp_path), torch.float32, None)
 
 
 def test_quantization_is_not_the_reason_if_a_model_would_be_refused_without_it(tmp_path, capsys):
@@ -290,7 +295,7 @@ def test_doctor_says_why_a_model_is_refused(tmp_path, capsys):
     AutoConfig.for_model("deepseek_v3").save_pretrained(tmp_path)
     assert main(["doctor", "--model", str(tmp_path)]) == 1
     output = capsys.readouterr().out
-    assert output.count(REFUSED) == 2 and "latent keys" in output
+    assert len(re.findall(r"^(engine|trainer) +refused$", output, re.M)) == 2 and "latent keys" in output
     assert "router replay" not in output
 
 

@@ -38,6 +38,7 @@ from ramify.model.pack_layout import (
     VISION_MODEL_TYPES,
     check_attention_is_pluggable,
     check_is_decoder,
+    check_not_quantized,
     check_sizes,
     find_head_problem,
     get_longrope_limit,
@@ -136,24 +137,6 @@ def load_config(path: Path) -> Any:
     except Exception as error:  # wrong values of a config raise anything
         raise ModelUnsupported(f"transformers cannot read {path / 'config.json'}: {describe_error(error)}") from error
     return config
-
-
-def find_quantization_problem(config: Any) -> str | None:
-    """Return why the weights of a model cannot be loaded if they are quantized."""
-    if (quantization := getattr(config, "quantization_config", None)) is None:
-        return None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
-    advice = "use the unquantized version of the model"
-    if method == "mxfp4":
-        advice = "convert them first, as docs/models.md shows"
-    name = config.name_or_path or config.model_type
-    return f"the weights of {name} are quantized ({method}), expected bfloat16 or float32: {advice}"
-
-
-def check_not_quantized(config: Any) -> None:
-    """Reject quantized weights. Call this after the checks of what no other weights would change."""
-    if problem := find_quantization_problem(config):
-        raise ModelUnsupported(problem)
 
 
 def _check_family(path: Path, model_type: str | None) -> None:
@@ -280,6 +263,7 @@ def read_shape(config: Any) -> ModelShape:
     _require_settings(config, "num_attention_heads", "max_position_embeddings")
     if len(kv_layers) == len(layer_types):  # transformers checks models without recurrent layers only
         check_attention_is_pluggable(config)
+    check_not_quantized(config)  # last: other weights would not change the other reasons
     heads, max_positions = text_config.num_attention_heads, text_config.max_position_embeddings
     return ModelShape(
         num_layers=text_config.num_hidden_layers,

@@ -80,12 +80,11 @@ def choose_pack_layout(config: Any) -> PackLayout:
         )
     if problem := find_head_problem(text_config):
         raise ModelUnsupported(f"{model_type} has {problem}, which the trainer does not compute")
-    if has_forest_recurrence(text_config):
-        return PackLayout.FOREST
-    if layer_types & SEQUENTIAL_LAYERS:
-        return PackLayout.CHAINS
-    check_attention_is_pluggable(config)
-    return PackLayout.FOREST
+    is_sequential = bool(layer_types & SEQUENTIAL_LAYERS)
+    if not is_sequential:
+        check_attention_is_pluggable(config)
+    check_not_quantized(config)  # last: other weights would not change the other reasons
+    return PackLayout.CHAINS if is_sequential and not has_forest_recurrence(text_config) else PackLayout.FOREST
 
 
 def check_is_decoder(config: Any) -> None:
@@ -106,6 +105,18 @@ def check_sizes(config: Any) -> None:
         value = getattr(text_config, name, None)
         if isinstance(value, int) and value <= 0:
             raise ModelUnsupported(f"{config.model_type} has {name} = {value}, expected a positive number")
+
+
+def check_not_quantized(config: Any) -> None:
+    """Raise ModelUnsupported if the weights of a model are quantized."""
+    if (quantization := getattr(config, "quantization_config", None)) is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
+    advice = "use the unquantized version of the model"
+    if method == "mxfp4":
+        advice = "convert them first, as docs/models.md shows"
+    name = config.name_or_path or config.model_type
+    raise ModelUnsupported(f"the weights of {name} are quantized ({method}), expected bfloat16 or float32: {advice}")
 
 
 def find_head_problem(text_config: Any) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ramify.core.errors import ModelUnsupported
 from ramify.model.experts import describe_experts, read_expert_counts
 from ramify.model.fused_model import can_fuse
-from ramify.model.load import check_not_quantized, find_quantization_problem, load_config, read_shape
+from ramify.model.load import load_config, read_shape
 from ramify.model.pack_layout import (
     TEXT_PART_MODEL_TYPES,
     VISION_MODEL_TYPES,
@@ -129,21 +129,20 @@ class ModelSupport:
 
 def read_model_support(config: Any) -> ModelSupport:
     """Return how the model of a Hugging Face config runs."""
-    notes: list[str] = []
+    reasons: dict[str, str] = {}
     try:
         read_shape(config)
         engine = FUSED if can_fuse(config.get_text_config()) else OWN_CODE
     except ModelUnsupported as error:
-        engine = REFUSED
-        notes.append(f"engine: {error}")
+        engine, reasons["engine"] = REFUSED, str(error)
     try:
         trainer = choose_pack_layout(config).value
     except ModelUnsupported as error:
-        trainer = REFUSED
-        notes.append(f"trainer: {error}")
-    if (engine, trainer) != (REFUSED, REFUSED) and (problem := find_quantization_problem(config)):
-        engine = trainer = REFUSED
-        notes.append(problem)
+        trainer, reasons["trainer"] = REFUSED, str(error)
+    if len(reasons) == 2 and reasons["engine"] == reasons["trainer"]:
+        notes = [reasons["engine"]]
+    else:
+        notes = [f"{part}: {reason}" for part, reason in reasons.items()]
     if engine == OWN_CODE:
         notes.append(OWN_CODE_NOTE)
     settings = config.to_dict()
@@ -193,7 +192,6 @@ def check_model_supported(path: Path, *, by_trainer: bool = True, by_engine: boo
             if config.model_type in TEXT_PART_MODEL_TYPES:
                 raise
             raise ModelUnsupported(f"{error}; {VLLM_ADVICE}") from None
-    check_not_quantized(config)
 
 
 def _read_model_type(path: Path) -> str:

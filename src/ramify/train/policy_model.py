@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ramify.core.errors import EngineIncompatible, ModelUnsupported, RamifyError
 from ramify.model.device_memory import is_out_of_memory
 from ramify.model.graph_rewrites import build_compile_backend, compile_module
-from ramify.model.load import check_not_quantized, load_config, load_hf_model
+from ramify.model.load import load_config, load_hf_model
 from ramify.model.logit_transform import read_logit_transform
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
 from ramify.model.lora import disable_adapters
@@ -192,7 +192,6 @@ def load_policy(
     """
     config = load_config(model if isinstance(model, Path) else fetch_config(model))
     layout = choose_pack_layout(config)  # raises before weights are downloaded or read
-    check_not_quantized(config)
     path = model if isinstance(model, Path) else fetch_model(model)
     logging.disable_progress_bar()
     module = load_hf_model(path, config, dtype, get_attention_name(layout), keep_precision=keep_precision)
