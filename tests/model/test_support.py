@@ -241,6 +241,19 @@ def write_quantized(directory: Path, model_type: str, method: str) -> Path:
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [{"model_type": "new_family"}, {"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}}],
+    ids=["unknown family", "quantized"],
+)
+def test_a_model_that_only_vllm_runs_is_not_checked(tmp_path, check_plugins_in_process, settings):
+    shutil.copy(resolve_model_path("tiny") / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    source = {"name": "reverse", "taskset": {"id": "reverse-text"}}
+    judge = {"name": str(tmp_path), "inference": {"engine": "vllm"}}
+    check_run(RunConfig(name="rl", output=tmp_path, train=[source], models={"judge": judge}), dry_run=True)
+
+
+@pytest.mark.parametrize(
     ("model_type", "method", "advice"),
     [
         ("gpt_oss", "mxfp4", "convert them first, as docs/models.md shows"),

@@ -23,9 +23,11 @@ def run(call: ConfigCall[ServeConfig]) -> int:
         urls = ", ".join(run_config.inference.base_url)
         advice = "choose one with --server.host and --server.port"
         raise ConfigInvalid(f"the run lists several engines ({urls}); {advice}", key="server")
+    by_engine = isinstance(config.inference, EngineConfig)
+    check_model_config(
+        config.model.name, by_trainer=False, by_engine=by_engine, fetch=not dry, skip_without_transformers=dry
+    )
     if not dry:
-        if isinstance(config.inference, EngineConfig):
-            check_model_config(config.model.name, by_trainer=False, by_engine=True, fetch=True, is_optional=False)
         fetch_model(config.model.name)
         engine_name = "vLLM" if config.inference.engine == "vllm" else "the native engine"
         print(f"loading {config.model.name} with {engine_name}", flush=True)

@@ -90,7 +90,7 @@ def _check_model_support(config: RunConfig, *, dry_run: bool) -> None:
             by_trainer=name == config.model.name,
             by_engine=isinstance(engine, EngineConfig),
             fetch=not dry_run,
-            is_optional=dry_run,
+            skip_without_transformers=dry_run,
         )
 
 

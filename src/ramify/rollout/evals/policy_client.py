@@ -159,8 +159,10 @@ def check_served_model(config: EvalConfig, *, fetch: bool) -> None:
 
     With `fetch`, the config of a hub id is downloaded. The engine may run in another interpreter, see `EngineProcess`.
     """
-    if isinstance(config.inference, EngineConfig):
-        check_model_config(config.model.name, by_trainer=False, by_engine=True, fetch=fetch, is_optional=True)
+    by_engine = isinstance(config.inference, EngineConfig)
+    check_model_config(
+        config.model.name, by_trainer=False, by_engine=by_engine, fetch=fetch, skip_without_transformers=True
+    )
 
 
 def fetch_served_model(config: EvalConfig) -> None:
