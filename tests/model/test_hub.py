@@ -1,5 +1,6 @@
 """Hub models are downloaded into the cache; without a network one line says how to get the files."""
 
+import json
 import re
 import shutil
 import threading
@@ -85,12 +86,14 @@ def test_a_dry_run_refuses_a_model_by_its_cached_config(remote, tmp_path, check_
         check_dry_run(RunConfig(name="rl", output=tmp_path, model={"name": "org/refused"}, train=[source]))
 
 
-def test_a_cached_tokenizer_is_enough_for_prompts(remote, capsys):
+def test_a_model_with_a_cached_tokenizer_is_found_without_its_weights(remote, capsys):
     path = fetch_model(NAME, log=lambda line: None)
     (path / "model.safetensors").unlink()
     assert resolve_model_path(NAME) == path
     assert main(["model", "show", NAME]) == 0
     assert re.search("^parameters +unknown: the weights are not here", capsys.readouterr().out, re.M)
+    assert main(["model", "show", NAME, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] is None
 
 
 def test_weights_that_the_trainer_refuses_are_not_downloaded(remote, tmp_path):
@@ -110,7 +113,8 @@ def test_weights_that_the_engine_refuses_are_not_downloaded_to_serve_them(remote
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     remote.add("models", "org/refused", {"config.json": (tmp_path / "config.json").read_bytes(), "a.safetensors": b""})
     evaluate = ["eval", "reverse-text", "-m", "org/refused", "-o", str(tmp_path / "outputs")]
-    for command in (evaluate, ["serve", "-m", "org/refused"], [*evaluate, "--dry-run"]):
+    serve = ["serve", "-m", "org/refused"]
+    for command in (evaluate, serve, [*evaluate, "--dry-run"], [*serve, "--dry-run"]):
         assert main(command) == 1
         assert f"ModelUnsupported: {model_type} " in capsys.readouterr().err
     assert remote.sent == ["config.json"] and not (tmp_path / "outputs").exists()

@@ -50,7 +50,8 @@ class ModelInfo:
 
     name: str
     path: Path
-    num_parameters: int
+    num_parameters: int | None
+    """None if the weights are not here."""
     num_bytes: int
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     build_info: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -73,7 +74,7 @@ def read_model_info(name: str) -> ModelInfo:
     return ModelInfo(
         name,
         path,
-        sum(map(math.prod, read_tensor_shapes(path).values())),
+        sum(map(math.prod, read_tensor_shapes(path).values())) or None,
         sum(file.stat().st_size for file in path.iterdir() if file.is_file()),
         {label: config[key] for label, key in CONFIG_LABELS.items() if key in config},
         _read_json_object(record) if record.is_file() else {},
@@ -102,8 +103,8 @@ def _list_models(options: Namespace) -> int:
         return 0
     table = Table.grid(padding=(0, 2, 0, 0))
     for info in models:
-        size = _format_megabytes(info.num_bytes)
-        table.add_row(info.name, f"{_format_millions(info.num_parameters)} parameters", size, str(info.path))
+        count = "unknown" if info.num_parameters is None else _format_millions(info.num_parameters)
+        table.add_row(info.name, f"{count} parameters", _format_megabytes(info.num_bytes), str(info.path))
     PipeConsole(soft_wrap=True).print(table)
     return 0
 
@@ -116,10 +117,8 @@ def _show_model(options: Namespace) -> int:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("model", info.name)
     table.add_row("path", str(info.path))
-    num_parameters = (
-        _format_millions(info.num_parameters) if info.num_parameters else "unknown: the weights are not here"
-    )
-    table.add_row("parameters", num_parameters)
+    count = info.num_parameters
+    table.add_row("parameters", "unknown: the weights are not here" if count is None else _format_millions(count))
     table.add_row("size", _format_megabytes(info.num_bytes))
     for label, value in info.config.items():
         table.add_row(label, str(value))
