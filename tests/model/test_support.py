@@ -104,15 +104,15 @@ def test_what_was_tested_is_said_only_of_the_variant_that_was_tested(model_type,
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "reason"),
+    ("sizes", "reason"),
     [
-        *((name, 0, f"{name} = 0, expected a positive number") for name in sorted(SIZE_SETTINGS)),
-        ("hidden_size", -5, "hidden_size = -5, expected a positive number"),
-        ("head_dim", 0, r"keys of width 0 \(head_dim\)"),
+        *(({name: 0}, f"{name} = 0, expected a positive number") for name in SIZE_SETTINGS),
+        ({"hidden_size": -5}, "hidden_size = -5, expected a positive number"),
+        (dict.fromkeys(SIZE_SETTINGS, 0), f"{SIZE_SETTINGS[0]} = 0, expected a positive number"),
     ],
 )
-def test_sizes_that_are_not_positive_are_refused_by_name(name, value, reason, tmp_path, capsys):
-    settings = {**AutoConfig.for_model("qwen3").to_dict(), "layer_types": None, name: value}
+def test_sizes_that_are_not_positive_are_refused_by_name(sizes, reason, tmp_path, capsys):
+    settings = {**AutoConfig.for_model("qwen3").to_dict(), "layer_types": None, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     for load in (load_policy, lambda path: load_engine_model(path, device="cpu")):
         with pytest.raises(ModelUnsupported, match=f"qwen3 has {reason}"):

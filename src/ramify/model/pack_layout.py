@@ -47,13 +47,14 @@ VISION_MODEL_TYPES = {"idefics3", "smolvlm", "qwen3_vl"}  # vision-language mode
 # Vision-language models of which transformers loads the text part alone, as a causal language model.
 TEXT_PART_MODEL_TYPES = {"emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"}
 MODELS_WITH_SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa"}
-SIZE_SETTINGS = {
+SIZE_SETTINGS = (
+    "vocab_size",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "vocab_size",
-}
+    "head_dim",
+)
 TRAINER_UNIFORM_SETTINGS = {"head_dim", "num_attention_heads", "sliding_window"}  # one value for all layers
 
 
@@ -99,10 +100,11 @@ def check_is_decoder(config: Any) -> None:
 
 
 def check_sizes(config: Any) -> None:
-    """Reject sizes that are not positive, by their config."""
+    """Raise ModelUnsupported if a size in the config is not positive."""
     text_config = config.get_text_config()
-    for name in SIZE_SETTINGS - get_per_layer_settings(text_config):
-        value = getattr(text_config, name, None)
+    per_layer_settings = get_per_layer_settings(text_config)
+    for name in SIZE_SETTINGS:
+        value = None if name in per_layer_settings else getattr(text_config, name, None)
         if isinstance(value, int) and value <= 0:
             raise ModelUnsupported(f"{config.model_type} has {name} = {value}, expected a positive number")
 
@@ -124,8 +126,6 @@ def find_head_problem(text_config: Any) -> str | None:
     if getattr(text_config, "kv_lora_rank", None):
         return "latent keys and values (kv_lora_rank)"
     key_width, value_width = getattr(text_config, "head_dim", None), getattr(text_config, "v_head_dim", None)
-    if key_width is not None and key_width <= 0:
-        return f"keys of width {key_width} (head_dim)"
     if None not in (key_width, value_width) and key_width != value_width:
         return f"values of width {value_width} and keys of width {key_width} (v_head_dim)"
     return None
