@@ -312,7 +312,8 @@ def test_doctor_says_why_a_model_is_refused(tmp_path, capsys):
     assert "router replay" not in output
 
 
-def test_doctor_indents_the_lines_of_a_long_note(tmp_path, capsys):
+def test_doctor_indents_the_lines_of_a_long_note(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     AutoConfig.for_model("gpt_oss").save_pretrained(tmp_path)
     main(["doctor", "--model", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
@@ -393,7 +394,7 @@ def test_code_of_a_model_is_never_run_by_what_loads_it(answers, tmp_path):
     clip_marker = write_model_code(known, {"model_type": "clip"})  # a family without a causal language model
     clip = AutoConfig.for_model("clip", auto_map={"AutoModelForCausalLM": "code.Model"})
     for keep_precision in (False, True):
-        with pytest.raises(ModelUnsupported):
+        with pytest.raises(ModelUnsupported, match="contains custom code which must be executed"):
             load_hf_model(known, clip, torch.float32, None, keep_precision=keep_precision)
     assert answers.tell() == 0 and not marker.exists() and not clip_marker.exists()
 
