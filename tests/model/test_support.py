@@ -407,7 +407,9 @@ def test_code_beside_a_model_of_a_known_family_is_ignored(answers, tmp_path):
 
 def test_a_config_that_names_code_but_no_family_is_refused(answers, tmp_path):
     marker = write_model_code(tmp_path / "model", {})
-    with pytest.raises(ModelUnsupported, match=r"config.json has no model_type, .* expected") as caught:
+    with pytest.raises(
+        ModelUnsupported, match=r"config.json has no model_type; expected the name of a model family"
+    ) as caught:
         load_config(tmp_path / "model")
     assert "trust_remote_code" not in caught.value.message
     assert answers.tell() == 0 and not marker.exists()

@@ -122,26 +122,26 @@ def download_errors(repo: HubRepo, error_class: type[RamifyError], advice: str) 
 
 
 def download_snapshot(
-    repo: HubRepo, *, revision: str = MAIN_REVISION, log: Log, title: str = "", **patterns: list[str]
+    repo: HubRepo, *, revision: str = MAIN_REVISION, log: Log, label: str = "", **patterns: list[str]
 ) -> Path:
     """Download the files of a revision into the cache and return their directory, named by the commit.
 
-    `title` names what is downloaded, by default the repository. `patterns` are `allow_patterns` and `ignore_patterns`
+    `label` names what is downloaded, by default the repository. `patterns` are `allow_patterns` and `ignore_patterns`
     of `huggingface_hub`. Called inside `download_errors`.
     """
     snapshot_download: Any = import_module("huggingface_hub").snapshot_download  # few starts need it
-    title = title or repo.name
-    log(f"downloading {title} from {get_endpoint()} into {repo.cache_path.parent}")
+    label = label or repo.name
+    log(f"downloading {label} from {get_endpoint()} into {repo.cache_path.parent}")
     started = time.monotonic()
     options: dict[str, Any] = {"cache_dir": repo.cache_path.parent, "endpoint": get_endpoint(), **patterns}
-    with _report_progress(repo, title, log):
+    with _report_progress(repo, label, log):
         directory = Path(snapshot_download(repo.name, repo_type=repo.kind, revision=revision, **options))
-    log(f"downloaded {title} in {time.monotonic() - started:.0f} s")
+    log(f"downloaded {label} in {time.monotonic() - started:.0f} s")
     return directory
 
 
 @contextlib.contextmanager
-def _report_progress(repo: HubRepo, title: str, log: Log) -> Generator[None]:
+def _report_progress(repo: HubRepo, label: str, log: Log) -> Generator[None]:
     """Report the downloaded size every few seconds, unless the library shows its own bars in a terminal."""
     if sys.stderr.isatty():
         with contextlib.redirect_stderr(get_raw_stream(sys.stderr)):
@@ -151,7 +151,7 @@ def _report_progress(repo: HubRepo, title: str, log: Log) -> Generator[None]:
 
     def report() -> None:
         while not ended.wait(PROGRESS_INTERVAL):
-            log(f"downloading {title}: {(_measure_blobs(repo) - size_before) / 1e6:.0f} MB so far")
+            log(f"downloading {label}: {(_measure_blobs(repo) - size_before) / 1e6:.0f} MB so far")
 
     thread = threading.Thread(target=report, name="download progress", daemon=True)
     thread.start()

@@ -141,7 +141,7 @@ def load_config(path: Path) -> Any:
 
 def _check_family(path: Path, model_type: str | None) -> None:
     if model_type is None:
-        raise ModelUnsupported(f"{path / 'config.json'} has no model_type, which is expected to name a family")
+        raise ModelUnsupported(f"{path / 'config.json'} has no model_type; expected the name of a model family")
     if model_type not in CONFIG_MAPPING:
         raise ModelUnsupported(
             f"the model in {path} is of the family {model_type!r}, which transformers {transformers_version} does not "

@@ -39,14 +39,14 @@ def resolve_model_path(name: str) -> Path:
     """
     name = expand_run_model(name)
     directory = resolve_config_path(name)
-    is_cached = directory != Path(name).expanduser().resolve()
-    if is_cached and not (directory / "tokenizer.json").is_file() and not has_weights(directory):
+    is_local_directory = directory == Path(name).expanduser().resolve()
+    if not is_local_directory and not (directory / "tokenizer.json").is_file() and not has_weights(directory):
         raise ModelNotFound(f"only the config of model {name!r} is in the local cache, {directory}: {_advise(name)}")
     return directory
 
 
 def resolve_config_path(name: str) -> Path:
-    """Return a directory with the `config.json` of the model `name`, perhaps without other files of a hub id.
+    """Return the directory with the `config.json` of `name`; for a hub id, other files may be missing.
 
     Raises ModelNotFound.
     """
@@ -94,12 +94,12 @@ def fetch_config(name: str) -> Path:
     return _first_model_directory(name, [_download(name, print_to_stderr, ["config.json"], f"config.json of {name}")])
 
 
-def _download(name: str, log: Log, patterns: list[str], title: str = "") -> Path:
+def _download(name: str, log: Log, patterns: list[str], label: str = "") -> Path:
     local = name.rpartition("/")[2]
     advice = f"where there is a network run 'hf download {name} --local-dir {local}', copy {local} here"
     repo = HubRepo("model", name)
     with download_errors(repo, ModelNotFound, f"{advice}, and give -m {local}"):
-        return download_snapshot(repo, log=log, title=title, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
+        return download_snapshot(repo, log=log, label=label, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
 
 
 def has_weights(directory: Path) -> bool:
