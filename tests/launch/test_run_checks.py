@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from ramify.core.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid, ModelUnsupported
 from ramify.launch import run_checks
 from ramify.launch.process_configs import build_serve_config, build_trainer_config
 from ramify.launch.run_checks import check_run, list_model_notes
@@ -38,6 +38,15 @@ def test_top_k_above_the_vocabulary_of_a_started_teacher_is_refused(tmp_path):
         check(5000, {"name": "tiny"})
     check(vocab_size, {"name": "tiny"})
     check(5000, {"base_url": ["http://10.0.0.1:8000"]})
+
+
+def test_a_model_that_the_policys_engine_refuses_is_refused_although_vllm_runs_it_as_a_judge(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "falcon_h1"}')
+    model = {"name": str(tmp_path / "model")}
+    judge = {**model, "inference": {"engine": "vllm"}}
+    with pytest.raises(ModelUnsupported, match="falcon_h1"):
+        check_run(config(tmp_path, model=model, models={"judge": judge}), dry_run=True)
 
 
 def test_missing_models_and_wrong_plugin_tables_are_reported_together(tmp_path):

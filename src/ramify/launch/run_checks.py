@@ -82,12 +82,12 @@ def _check_model_support(config: RunConfig, *, dry_run: bool) -> None:
 
     Of a hub id, the config is downloaded, but not by a dry run. A dry run without the packages of a run checks nothing.
     """
-    models = {config.model.name: config.inference}
-    models |= {model.name: model.inference for model in config.models.values() if model.is_managed}
-    for name, engine in models.items():
+    engines = [(config.model.name, config.inference)]  # of the trained model first
+    engines += [(model.name, model.inference) for model in config.models.values() if model.is_managed]
+    for number, (name, engine) in enumerate(engines):
         check_model_config(
             name,
-            by_trainer=name == config.model.name,
+            by_trainer=number == 0,
             by_engine=isinstance(engine, EngineConfig),
             fetch=not dry_run,
             skip_without_transformers=dry_run,
