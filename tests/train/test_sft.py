@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ from ramify.model.resolve import resolve_model_path
 from ramify.run.store import RunStore, open_run
 from ramify.run.store.run_log import RunLog
 from ramify.train.batch import Batch, PackSpec
+from ramify.train.checkpoint_manifest import CheckpointManifest
 from ramify.train.metrics import StepMetrics
 from ramify.train.sft import run, run_sft
 from ramify.train.sft.config import SftConfig, SftDataConfig
@@ -539,5 +541,21 @@ def test_a_dry_run_describes_the_plan_and_another_identity_is_refused(world, cap
     assert main(["sft", *flags, "--validation.interval", "50", "--dry-run"]) == 2  # the default, but it is set
     assert "set path or fraction" in capsys.readouterr().err
     open_run(tmp_path / "x", build_sft_plan(SftConfig.model_validate(settings(world, "x"))).identity).close()
-    assert main(["sft", *flags, "--seed", "3", "--max_steps", "1"]) == 2
-    assert "seed: was 0, now 3" in capsys.readouterr().err
+    for more in ([], ["--dry-run"]):
+        assert main(["sft", *flags, "--seed", "3", "--max_steps", "1", *more]) == 2
+        assert "seed: was 0, now 3" in capsys.readouterr().err
+    assert main(["sft", *flags, "--seed", "3", "--dry-run", "--fresh"]) == 0
+
+
+def test_a_dry_run_refuses_what_the_trainer_refuses(world, capsys, tmp_path):
+    flags = ["-m", str(world / "model"), "-d", str(world / "data.jsonl"), "-o", str(tmp_path), "--name", "x"]
+    checkpoint = tmp_path / "x" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    CheckpointManifest(step=1, optimizer="muon", note={}, files={}).write(checkpoint)
+    assert main(["sft", *flags, "--dry-run"]) == 2
+    assert "trainer.optim.type: expected 'muon', as in the run's checkpoints" in capsys.readouterr().err
+    assert main(["sft", *flags, "--dry-run", "--fresh"]) == 0
+    shutil.copytree(world / "model", tmp_path / "bert")
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    assert main(["sft", *flags, "-m", str(tmp_path / "bert"), "--dry-run"]) == 1
+    assert "ModelUnsupported: bert is an encoder" in capsys.readouterr().err
