@@ -433,6 +433,16 @@ def test_a_run_with_checkpoints_refuses_another_optimizer(saved, optim, key, pro
     plan_sizes(run, nodes, fresh=True)
 
 
+def test_checkpoints_on_this_machine_count_for_a_job_only_if_they_are_shared(tmp_path):
+    cluster = {"launcher": "ray", "node": {"cores": 16, "gpus": 2, "gpu_memory_gib": 30}}
+    run = build_run("org/Some-1B", output=tmp_path, cluster=cluster)
+    write_manifest(run, "muon")
+    check_allocation(run)
+    shared = build_run("org/Some-1B", output=tmp_path, cluster={**cluster, "shared_directory": tmp_path})
+    with pytest.raises(ConfigInvalid, match=r"trainer\.optim\.type: expected 'muon'"):
+        check_allocation(shared)
+
+
 def test_moments_continue_as_in_the_checkpoints_unless_the_run_starts_over(tmp_path):
     run, nodes = build_run("org/Some-1B", output=tmp_path), [build_machine(8)]
     write_manifest(run, "adamw-8bit")

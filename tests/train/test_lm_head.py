@@ -103,6 +103,8 @@ def test_kept_logits_change_no_bit(kept, num_kept, monkeypatch):
 @pytest.mark.parametrize(("free_gib", "kept"), [(0, 3), (12, 3), (22, 5), (102, 25)])
 def test_a_quarter_of_the_free_memory_without_the_gradient_of_the_head_holds_logits(free_gib, kept):
     assert lm_head.count_kept_chunks("cuda", free_gib << 30, (1 << 30) // 4) == kept  # two GiB are for the gradient
+    with torch.no_grad():
+        assert lm_head.count_kept_chunks("cuda", free_gib << 30, (1 << 30) // 4) == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="counts the memory of a GPU")

@@ -13,8 +13,8 @@ from ramify.core.names import format_count
 from ramify.launch.plugin_check import check_sft_evals
 from ramify.model.config_check import check_model_config
 from ramify.run.store import RunStore
+from ramify.run.store.index import DATABASE_NAME
 from ramify.run.store.run_directory import check_identity
-from ramify.run.store.run_store import DATABASE_NAME
 from ramify.train.checkpoint_manifest import CHECKPOINTS_DIR, find_saved_optimizer
 from ramify.train.sft.config import SftConfig
 from ramify.train.sft.pinned_data import pin_sft_datasets
@@ -51,7 +51,7 @@ def run(call: ConfigCall[SftConfig]) -> int:
 
 
 def _print_plan(config: SftConfig, *, fresh: bool) -> int:
-    """Check what the run would refuse at its start, and print its plan."""
+    """Check the model, and the identity and optimizer of an earlier run, as a run does; then print the plan."""
     check_model_config(config.model.name, by_trainer=True, by_engine=False, fetch=False, skip_without_transformers=True)
     plan = build_sft_plan(config)
     if not fresh:

@@ -389,9 +389,9 @@ def _list_divisions(config: RunConfig, node: ClusterNode, savings: Settings) -> 
     num_ranks = launch.trainer_gpus or config.cluster.trainer.num_ranks
     if not node.allows_sharing or launch.gpu_placement != "auto" or num_ranks is not None or num_gpus < 2:
         return []
-    # Several ranks have no moments in 8 bits.
-    savings_of_ranks = {key: value for key, value in savings.items() if key != MOMENTS_KEY}
-    divisions = [{**savings_of_ranks, "launch.trainer_gpus": count} for count in range(2, num_gpus)]
+    # Moments in 8 bits need a single rank.
+    multi_rank_savings = {key: value for key, value in savings.items() if key != MOMENTS_KEY}
+    divisions = [{**multi_rank_savings, "launch.trainer_gpus": count} for count in range(2, num_gpus)]
     return [*divisions, {**savings, "launch.gpu_placement": "colocated"}]
 
 
@@ -445,8 +445,9 @@ def check_allocation(config: RunConfig) -> None:
         for role in ("engines", "models", "env_servers", "trainer")
     }
     config, nodes = config.model_copy(update={"cluster": cluster.model_copy(update=update)}), list_planned_nodes(config)
-    is_new = config.shared_path is None  # the run's own directory is not on this machine
-    place_run(plan_sizes(config, nodes, fresh=is_new)[0], nodes, user_config=config)
+    # Without a shared directory, checkpoints are on the disk of the job's head, not on this machine.
+    ignores_checkpoints = config.shared_path is None
+    place_run(plan_sizes(config, nodes, fresh=ignores_checkpoints)[0], nodes, user_config=config)
 
 
 def build_allocation_warning(config: RunConfig) -> str | None:

@@ -29,9 +29,9 @@ def describe_shortage(error: BaseException) -> str:
 def get_free_bytes(device: torch.device) -> int:
     """Return how many bytes of a GPU PyTorch can still allocate, within the limit of this process; 0 if it cannot tell.
 
-    `device` has an index. Free memory in pieces counts too.
+    `device` must have an index. Memory that is free in small pieces counts, too.
     """
-    if torch.cuda.get_allocator_backend() != "native":  # the other one does not tell the limit
+    if torch.cuda.get_allocator_backend() != "native":  # cudaMallocAsync does not report the limit of the process
         return 0
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)

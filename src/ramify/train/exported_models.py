@@ -87,10 +87,10 @@ class ExportedAdapter:
 
 
 def export_adapter(store: RunStore, directory: Path | None = None, step: str = "") -> ExportedAdapter:
-    """Write the adapter after a step for peft, by default to `adapter-STEP` in the run; `step` is as for models.
+    """Write the adapter after a step for peft, by default to `adapter-STEP` in the run.
 
-    Raises ConfigInvalid if the run trains no adapter, the directory exists or there is no such step, CheckpointRefused
-    if the checkpoint is damaged.
+    `step` is as in `export_model`. Raises ConfigInvalid if the run trains no adapter, if the directory exists, or if
+    the step is not stored, and CheckpointRefused if the checkpoint is damaged.
     """
     run = store.path
     model, trainer = read_run_config(run / CONFIG_FILE)
@@ -128,7 +128,7 @@ def _choose_step(step: str, stored_steps: Set[int], store: RunStore, ledger: Led
     if not step:
         return available[-1]
     listed = ", ".join(map(str, available))
-    steps = f"stored steps of {store.path}: {listed}; checkpoint.keep_last, keep_best and keep_interval choose them"
+    steps = f"stored steps of {store.path}: {listed}; checkpoint.keep_last, keep_best and keep_interval decide which"
     if not step.startswith(BEST_PREFIX):
         if not step.isdecimal() or int(step) not in available:
             raise ConfigInvalid(f"--step: expected one of the available steps or best:METRIC, got {step!r}; {steps}")

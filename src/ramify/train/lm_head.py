@@ -20,8 +20,8 @@ from ramify.model.logit_transform import LogitTransform
 IDENTITY = LogitTransform()
 ROW_MULTIPLE = 128  # on CUDA chunks have a multiple of this many rows, which suits matrix products
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # size of a chunk's logits: a core's cache, a small part of a GPU
-KEPT_CHUNKS = {"cpu": 1, "cuda": 3}  # the fewest chunks whose logits are kept for the backward pass
-KEPT_FRACTION = 0.25  # of a GPU's free memory that kept logits may take, if that is more
+KEPT_CHUNKS = {"cpu": 1, "cuda": 3}  # minimum number of chunks whose logits are kept for the backward pass
+KEPT_FRACTION = 0.25  # of a GPU's free memory: kept logits may take this much, or the minimum if that is more
 
 
 def compute_logprobs(
@@ -37,20 +37,21 @@ def compute_logprobs(
 
     The other logprobs are for `top_ids` [rows, k]. All are in float32; the entropy has no gradient.
     """
-    num_kept = 0
-    if torch.is_grad_enabled():
-        free_bytes = get_free_bytes(hidden.device) if hidden.is_cuda else 0
-        num_kept = count_kept_chunks(hidden.device.type, free_bytes, weight.numel())
+    free_bytes = get_free_bytes(hidden.device) if hidden.is_cuda else 0
+    num_kept = count_kept_chunks(hidden.device.type, free_bytes, weight.numel())
     columns = target_ids, 1.0 / temperature, top_ids
     result: Any = _ChunkedLogprobs.apply(hidden, weight, bias, *columns, transform, num_kept)
     return result
 
 
 def count_kept_chunks(device_type: str, free_bytes: int, num_weights: int) -> int:
-    """Return the number of chunks whose logits are kept, on a device with this much free memory.
+    """Return the number of chunks whose logits are kept, on a device with this much free memory; 0 without gradients.
 
-    The backward pass sums the gradient of the head's `num_weights` weights in float32: of one chunk, and of all.
+    Two float32 tensors of `num_weights` elements have room beside them: the summed gradient of the head, and the part
+    of one chunk.
     """
+    if not torch.is_grad_enabled():
+        return 0
     available_bytes = KEPT_FRACTION * (free_bytes - 2 * torch.float32.itemsize * num_weights)
     return max(KEPT_CHUNKS[device_type], int(available_bytes // CHUNK_BYTES[device_type]))
 
