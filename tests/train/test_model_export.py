@@ -172,10 +172,12 @@ def test_an_adapter_of_an_older_step_is_exported(lora_run, tmp_path, capsys):
     assert "--step: expected one of the available steps or best:METRIC, got '7'" in capsys.readouterr().err
 
 
-def test_an_older_adapter_is_not_exported_instead_of_the_last(lora_run, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["--adapter", "--model"])
+def test_an_older_step_is_not_exported_instead_of_the_last(lora_run, tmp_path, capsys, kind):
     run = Path(shutil.copytree(lora_run.path, tmp_path / "lost"))
     (run / "checkpoints" / "step_000002" / "checkpoint.json").unlink()
-    assert main(["export", str(run), "--adapter"]) == 1
+    shutil.rmtree(run / "weights" / lora_run.weights.name)
+    assert main(["export", str(run), kind]) == 1
     assert "CheckpointRefused: the checkpoint of step 2, the last one, has no manifest" in capsys.readouterr().err
 
 

@@ -98,10 +98,6 @@ def export_adapter(store: RunStore, directory: Path | None = None, step: str = "
         raise ConfigInvalid(f"{run} has no adapter: it was not trained with [trainer.lora]")
     ledger = Ledger.open_readonly(store)
     chosen = _choose_step(step, set(list_saved_steps(run / CHECKPOINTS_DIR)), store, ledger)
-    last = ledger.progress().committed or max(list_completed_steps(run / CHECKPOINTS_DIR))
-    if not step and chosen < last:
-        problem = f"the checkpoint of step {last}, the last one, has no manifest"
-        raise CheckpointRefused(f"{problem}; --step {chosen} exports an older adapter")
     target = directory or run / f"adapter-{chosen:06}"
     if target.exists():
         raise ConfigInvalid(f"{target} already exists: remove it, or choose another directory with -o")
@@ -119,13 +115,17 @@ def _find_checkpoint(run: Path, step: int, ledger: Ledger) -> Path:
 def _choose_step(step: str, stored_steps: Set[int], store: RunStore, ledger: Ledger) -> int:
     """Return the step that was asked for, one of the committed steps in `stored_steps`, by default the last.
 
-    Raises ConfigInvalid if it is not available.
+    Raises ConfigInvalid if it is not available, and CheckpointRefused if the last step has lost its manifest.
     """
-    committed = ledger.progress().committed or max(stored_steps, default=0)
+    completed = {*stored_steps, *list_completed_steps(store.path / CHECKPOINTS_DIR)}
+    committed = ledger.progress().committed or max(completed, default=0)
     available = sorted(number for number in stored_steps if 0 < number <= committed)
     if not available:
         raise ConfigInvalid(f"{store.path} has no checkpoint yet, so there is nothing to export")
     if not step:
+        if available[-1] < committed:
+            problem = f"the checkpoint of step {committed}, the last one, has no manifest"
+            raise CheckpointRefused(f"{problem}; --step {available[-1]} exports an older one")
         return available[-1]
     listed = ", ".join(map(str, available))
     steps = f"stored steps of {store.path}: {listed}; checkpoint.keep_last, keep_best and keep_interval decide which"
