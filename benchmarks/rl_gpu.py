@@ -210,7 +210,7 @@ ENGINE_ACTIVITIES = ("sampling", "training", "swap", "idle")
 MAX_SUM_DIFFERENCE = 2.0  # percent of a step by which its parts may miss it
 TAIL_STALENESS, TAIL_SPEEDUP, TAIL_LONGEST = 4, 2.0, 2048
 QWEN_VOCABULARY = 151_936
-TRL_MICRO_BATCHES = (16, 32, 64, 128)
+TRL_MICRO_BATCHES = (8, 16, 32, 64, 128)
 
 
 def train_student(home: Path, args: Any) -> tuple[Path, float]:
