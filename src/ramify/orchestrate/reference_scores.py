@@ -10,13 +10,13 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import DataCorrupt, ModelUnsupported
+from ramify.infer.client import InferenceClient
 from ramify.orchestrate.algorithms import Algorithm
 from ramify.run.store.ledger import GroupRecord
 from ramify.trace import Annotation, Trace
@@ -38,34 +38,12 @@ class NodeScore:
 NodeScores = dict[NodeKey, NodeScore]
 
 
-class ScoreClient(Protocol):
-    """What scoring needs of an `InferenceClient`."""
-
-    async def score(
-        self, token_ids: Sequence[int], *, session: str | None = None, timeout: float = 600.0, start: int = 0
-    ) -> Float32Array:
-        """Return the logprob of every token from `start` on."""
-        ...
-
-    async def score_top(
-        self,
-        token_ids: Sequence[int],
-        top_k: int,
-        *,
-        session: str | None = None,
-        timeout: float = 600.0,
-        start: int = 0,
-    ) -> tuple[Float32Array, StructuredArray]:
-        """Return the logprob of every token from `start` on, and the `top_k` likeliest tokens at its position."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreModel:
     """A model that scores: its name in `[models]`, a client of its servers, and the seconds that a request may take."""
 
     name: str
-    client: ScoreClient
+    client: InferenceClient
     timeout: float
 
 
@@ -143,7 +121,7 @@ class ReferenceScorer:
 
 
 async def score_annotations(
-    client: ScoreClient, traces: Sequence[Trace], annotations: Sequence[Annotation], *, session: str, timeout: float
+    client: InferenceClient, traces: Sequence[Trace], annotations: Sequence[Annotation], *, session: str, timeout: float
 ) -> NodeScores:
     """Return the scores that the annotations need. Raises the first failure of a request.
 
