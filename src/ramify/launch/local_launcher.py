@@ -158,7 +158,7 @@ class LocalSlot:
         if self._reservation is not None:
             if start.releases_port:
                 self._reservation.close()
-            if ports := self._reservation.format_ports(*self._reservation.addresses):
+            if ports := self._reservation.format_ports():
                 env[RESERVED_PORTS_VARIABLE] = ports
         child = self._child = ChildProcess(
             start.command, env=env, stop_timeout=self._stop_timeout, is_detached=self._is_detached

@@ -269,7 +269,7 @@ class _PlanBuilder:
 
     def _build_orchestrator_spec(self, demand: ProcessDemand) -> ProcessSpec:
         config, file = self.config, self.config.path / "configs" / "orchestrator.toml"
-        ports = self.reservation.format_ports("orchestrator.address", "orchestrator.status_address")
+        ports = self.reservation.format_ports()
         return ProcessSpec(
             ORCHESTRATOR,
             (*RAMIFY_COMMAND, "orchestrator", "@", str(file)),

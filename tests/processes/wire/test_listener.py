@@ -45,7 +45,7 @@ def test_reserved_port_is_exclusive_through_restarts():
     with PortReservation({"wire": "tcp://127.0.0.1:0", "status": "http://127.0.0.1:0"}) as reservation:
         ports = [get_port(reservation.addresses["wire"]), get_port(reservation.addresses["status"])]
         command = [sys.executable, "-c", LISTENS, reservation.addresses["wire"], str(ports[1])]
-        environment = {**os.environ, RESERVED_PORTS_VARIABLE: reservation.format_ports("wire", "status")}
+        environment = {**os.environ, RESERVED_PORTS_VARIABLE: reservation.format_ports()}
         for _ in range(2):
             assert not any(map(is_free, ports))  # no process listens, and no other program can
             child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)

@@ -62,14 +62,9 @@ class PortReservation:
             if holder is not None:
                 self._socket_fds[name] = holder.detach()
 
-    def format_ports(self, *names: str) -> str:
-        """Return the ports that are held for these listeners, separated by commas."""
-        return ",".join(str(urlsplit(self.addresses[name]).port) for name in names if name in self._socket_fds)
-
-    def release(self, name: str) -> None:
-        """Release a port whose process cannot set SO_REUSEPORT."""
-        if name in self._socket_fds:
-            os.close(self._socket_fds.pop(name))
+    def format_ports(self) -> str:
+        """Return the ports that are held, separated by commas."""
+        return ",".join(str(urlsplit(self.addresses[name]).port) for name in self._socket_fds)
 
     def close(self) -> None:
         """Release every port."""
