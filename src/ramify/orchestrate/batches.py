@@ -42,42 +42,6 @@ class LossNormalization:
 TOKEN_MEAN = LossNormalization()
 
 
-def normalize_forests(
-    forests: Sequence[Forest], sources: Sequence[str], normalizations: Sequence[LossNormalization]
-) -> list[Forest]:
-    """Return the forests of a batch, with their weights scaled by the normalization of each forest's source."""
-    result = list(forests)
-    for source in dict.fromkeys(sources):
-        indices = [index for index, name in enumerate(sources) if name == source]
-        normalization = normalizations[indices[0]]
-        if normalization.type != "token":
-            for index, forest in zip(indices, _normalize([forests[index] for index in indices], normalization)):
-                result[index] = forest
-    return result
-
-
-def _normalize(forests: Sequence[Forest], normalization: LossNormalization) -> list[Forest]:
-    """Return all forests of one source in a batch, with scaled weights."""
-    weights: list[dict[str, np.ndarray]] = [{} for _ in forests]
-    for component in LOSS_COMPONENTS:
-        columns = [getattr(forest.targets, component) for forest in forests]
-        rollouts = [forest.expand_call_column("trace") for forest in forests]
-        # Entries of each rollout, by forest; a rollout is a trace of its group.
-        lengths = [
-            np.bincount(rollout[column != 0], minlength=len(forest.traces))
-            for forest, column, rollout in zip(forests, columns, rollouts)
-        ]
-        num_entries = sum(int(length.sum()) for length in lengths)
-        num_rollouts = sum(int(np.count_nonzero(length)) for length in lengths)
-        for values, column, rollout, length in zip(weights, columns, rollouts, lengths):
-            divisor = (
-                length[rollout] if normalization.type == "sequence" else np.full(len(column), normalization.tokens)
-            )
-            factor = num_entries / (max(1, num_rollouts) * np.maximum(1, divisor))
-            values[component] = (column * factor).astype(np.float32)
-    return [replace(forest, targets=replace(forest.targets, **values)) for forest, values in zip(forests, weights)]
-
-
 TOP_LOGPROBS_DIR = "top_logprobs"  # in the run directory
 
 TopLogprobsByNode = dict[tuple[str, int], StructuredArray]  # by trace id and node: [tokens, k], as TOP_DTYPE
@@ -220,8 +184,36 @@ def _add_top_logprobs(group: BatchGroup, top_logprobs: TopLogprobsByNode) -> Bat
 
 def normalize_groups(groups: Sequence[BatchGroup], forests: Sequence[Forest]) -> list[Forest]:
     """Return the forests of a batch, with their weights scaled by the normalization of each group's source."""
-    names, normalizations = [group.source_name for group in groups], [group.normalization for group in groups]
-    return normalize_forests(forests, names, normalizations)
+    result = list(forests)
+    for source in dict.fromkeys(group.source_name for group in groups):
+        indices = [index for index, group in enumerate(groups) if group.source_name == source]
+        normalization = groups[indices[0]].normalization
+        if normalization.type != "token":
+            for index, forest in zip(indices, _normalize([forests[index] for index in indices], normalization)):
+                result[index] = forest
+    return result
+
+
+def _normalize(forests: Sequence[Forest], normalization: LossNormalization) -> list[Forest]:
+    """Return all forests of one source in a batch, with scaled weights."""
+    weights: list[dict[str, np.ndarray]] = [{} for _ in forests]
+    for component in LOSS_COMPONENTS:
+        columns = [getattr(forest.targets, component) for forest in forests]
+        rollouts = [forest.expand_call_column("trace") for forest in forests]
+        # Entries of each rollout, by forest; a rollout is a trace of its group.
+        lengths = [
+            np.bincount(rollout[column != 0], minlength=len(forest.traces))
+            for forest, column, rollout in zip(forests, columns, rollouts)
+        ]
+        num_entries = sum(int(length.sum()) for length in lengths)
+        num_rollouts = sum(int(np.count_nonzero(length)) for length in lengths)
+        for values, column, rollout, length in zip(weights, columns, rollouts, lengths):
+            divisor = (
+                length[rollout] if normalization.type == "sequence" else np.full(len(column), normalization.tokens)
+            )
+            factor = num_entries / (max(1, num_rollouts) * np.maximum(1, divisor))
+            values[component] = (column * factor).astype(np.float32)
+    return [replace(forest, targets=replace(forest.targets, **values)) for forest, values in zip(forests, weights)]
 
 
 def split_by_rank(
