@@ -8,13 +8,14 @@ import pytest
 
 from ramify.core.errors import ProcessDied
 from ramify.launch.execution import read_earlier_processes
-from ramify.launch.launcher import PlacementRequest, ProcessRole, ProcessStart
+from ramify.launch.launcher import ProcessRole, ProcessStart
 from ramify.launch.supervised_process import EarlierProcess
 from ramify.launch.supervisor import RunOutcome
 from ramify.run.fencing.lease import LeaseTerms
 from ramify.run.fencing.token import FencingToken
 from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 from tests.launch.test_supervisor import supervise, waits_for
+from tests.support.launchers import build_placement
 from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids
 
 pytestmark = pytest.mark.process
@@ -38,10 +39,9 @@ def waits_for_lines(number: int) -> str:
 
 
 def build_specs(tmp_path, code: str, leader: str, num_ranks: int = 3):
+    gang = {"num_ranks": num_ranks, "placement": build_placement(num_ranks)}
     return [
-        build_spec(
-            tmp_path, "trainer", REPORTS + code, ProcessRole.FOLLOWER, num_ranks=num_ranks, placement=PlacementRequest()
-        ),
+        build_spec(tmp_path, "trainer", REPORTS + code, ProcessRole.FOLLOWER, **gang),
         build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     ]
 
@@ -95,7 +95,7 @@ async def test_gang_is_done_when_all_ranks_are(tmp_path):
 async def test_trainer_with_one_rank_has_a_token_and_a_process_on_the_head_has_none(tmp_path):
     path = "DIR + '/trainer.token'"
     code = f"open({path}, 'w').write(os.environ['RAMIFY_GANG_TOKEN'])\n{RUNS_FOREVER}"
-    trainer = build_spec(tmp_path, "trainer", code, ProcessRole.FOLLOWER, placement=PlacementRequest())
+    trainer = build_spec(tmp_path, "trainer", code, ProcessRole.FOLLOWER, placement=build_placement())
     waits = f"import time\nwhile not os.path.exists({path}) or not os.path.getsize({path}): time.sleep(0.01)\n"
     leader = waits + "sys.exit('RAMIFY_GANG_TOKEN' in os.environ)"
     specs = [trainer, build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)]
@@ -114,7 +114,7 @@ async def test_restarted_supervisor_continues_the_tokens_of_its_term_and_waits_f
     lines = []
     lease = LeaseTerms(duration=60.0, slack=0.4)
     specs = [
-        build_spec(tmp_path, name, RUNS_FOREVER, placement=PlacementRequest(lease=lease))
+        build_spec(tmp_path, name, RUNS_FOREVER, placement=build_placement(lease=lease))
         for name in ("inference", "env")
     ]
     earlier = {
@@ -159,7 +159,7 @@ async def test_process_is_configured_when_those_that_it_starts_after_have_a_plac
 
     names = {"env": ("inference",), "inference": ()}
     specs = [
-        build_spec(tmp_path, name, "", placement=PlacementRequest(), start_after=after, build_start=build_start(name))
+        build_spec(tmp_path, name, "", placement=build_placement(), start_after=after, build_start=build_start(name))
         for name, after in names.items()
     ]
     leader = build_spec(tmp_path, "orchestrator", "", ProcessRole.LEADER, start_after=("env",))

@@ -7,7 +7,6 @@ import pytest
 from ramify.core.errors import ProcessReplaced, StorageFailed
 from ramify.launch.execution import hold_leases
 from ramify.launch.head import prepare_head
-from ramify.launch.launcher import PlacementRequest
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.supervised_process import EarlierProcess
 from ramify.run.fencing.lease import LeaseTerms
@@ -15,7 +14,7 @@ from ramify.run.fencing.token import FencingToken
 from ramify.run.state import ProcessState, ProcessStatus, SupervisorState
 from ramify.run.store.head_replication import POLL_INTERVAL
 from tests.launch.test_head import make_config, train_step
-from tests.support.launchers import InProcessLauncher
+from tests.support.launchers import InProcessLauncher, build_placement
 from tests.support.processes import build_spec
 
 pytestmark = pytest.mark.promise
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.promise
 
 def make_specs(tmp_path, duration=60.0):
     leased = [
-        build_spec(tmp_path, name, "", placement=PlacementRequest(lease=LeaseTerms(duration))) for name in ("a", "b")
+        build_spec(tmp_path, name, "", placement=build_placement(lease=LeaseTerms(duration))) for name in ("a", "b")
     ]
     return [*leased, build_spec(tmp_path, "orchestrator", "")]
 

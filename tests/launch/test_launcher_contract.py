@@ -17,6 +17,7 @@ from ramify.processes.log import ProcessLog
 from tests.support.launchers import (
     PLACEMENT,
     InProcessLauncher,
+    build_placement,
     daemon_code,
     is_locked,
     open_slot,
@@ -174,7 +175,7 @@ except OSError as error:
 open_listener(host, port)
 print("listening")
 """
-    async with open_slots(launcher, 2) as slots:
+    async with open_slots(launcher, 2, build_placement(2, num_cpus=0.1)) as slots:
         assert len({(slot.host, slot.port) for slot in slots}) == 2
         slot = slots[0]
         await slot.start(ProcessStart((sys.executable, "-c", code, slot.host, str(slot.port))), log)

@@ -3,11 +3,12 @@
 import pytest
 
 from ramify.core.errors import DeadlineExceeded, ProcessDied
-from ramify.launch.launcher import PlacementRequest, ProcessRole
+from ramify.launch.launcher import ProcessRole
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.supervisor import RunOutcome, SupervisorSettings
 from ramify.run.state import ProcessState
 from tests.launch.test_supervisor import supervise
+from tests.support.launchers import build_placement
 from tests.support.processes import RUNS_FOREVER, build_spec, list_running, read_pids
 
 pytestmark = pytest.mark.process
@@ -54,7 +55,7 @@ async def run(specs, launcher, *, restarts=0, **options) -> RunOutcome:
 
 
 def build_engine(directory, name, service="inference"):
-    return build_spec(directory, name, RUNS_FOREVER, placement=PlacementRequest(), service=service)
+    return build_spec(directory, name, RUNS_FOREVER, placement=build_placement(), service=service)
 
 
 @pytest.mark.parametrize("failure", [DeadlineExceeded, ProcessDied])
@@ -95,7 +96,7 @@ async def test_last_engine_that_is_lost_ends_a_run_in_which_another_waits(tmp_pa
             (tmp_path / "ended").touch()
 
     ends = "import time\nwhile not os.path.exists(DIR + '/ended'): time.sleep(0.01)\nsys.exit(3)"
-    first = build_spec(tmp_path, "first", ends, placement=PlacementRequest(), service="inference")
+    first = build_spec(tmp_path, "first", ends, placement=build_placement(), service="inference")
     leader = build_spec(tmp_path, "orchestrator", RUNS_FOREVER, ProcessRole.LEADER)
     with pytest.raises(DeadlineExceeded, match="could not be placed"):
         await run([first, build_engine(tmp_path, "second"), leader], launcher, restarts=1, on_change=on_change)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ramify.core.errors import DeadlineExceeded, StorageFailed
-from ramify.launch.launcher import PlacementRequest, ProcessRole, ProcessStart
+from ramify.launch.launcher import ProcessRole, ProcessStart
 from ramify.launch.local_launcher import LocalSlot
 from ramify.launch.remote_slot import ExchangeRequest, NodeProcess
 from ramify.launch.supervisor import RunOutcome, Supervisor, SupervisorSettings
@@ -20,6 +20,7 @@ from tests.support.launchers import (
     PYTHON,
     SETTINGS,
     InProcessLauncher,
+    build_placement,
     daemon_code,
     is_locked,
     open_slots,
@@ -29,7 +30,7 @@ from tests.support.launchers import (
 from tests.support.processes import build_spec
 
 TERMS = LeaseTerms(duration=1.5, slack=1.5)
-LEASED = PlacementRequest(lease=TERMS)
+LEASED = build_placement(lease=TERMS)
 STOPS_ITSELF = "\nimport os; os.kill(os.getpid(), signal.SIGSTOP)"
 FOREVER = "\nwhile 1: signal.pause()"
 
@@ -150,7 +151,7 @@ async def test_supervisor_reports_a_node_that_does_not_answer(tmp_path, head_nod
             (tmp_path / "done").write_text("") if ProcessState.SILENT in states else None
 
     specs = [
-        build_spec(tmp_path, "env", "import signal; signal.pause()", placement=PlacementRequest()),
+        build_spec(tmp_path, "env", "import signal; signal.pause()", placement=build_placement()),
         build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER),
     ]
     supervisor = Supervisor(
@@ -180,7 +181,7 @@ async def test_process_that_cannot_be_reached_may_run_after_the_supervisor_has_s
             (tmp_path / "cut").touch()
 
     lease = LeaseTerms(duration=30.0, slack=2.0)
-    engine = build_spec(tmp_path, "inference", "import signal; signal.pause()", placement=PlacementRequest(lease=lease))
+    engine = build_spec(tmp_path, "inference", "import signal; signal.pause()", placement=build_placement(lease=lease))
     supervisor = Supervisor(
         [engine, build_spec(tmp_path, "orchestrator", leader, ProcessRole.LEADER)],
         max_restarts=0,

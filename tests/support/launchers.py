@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from ramify.core.errors import PeerLost
-from ramify.launch.launcher import ClusterNode, Launcher, PlacementRequest, ProcessSlot, ProcessStart
+from ramify.launch.launcher import ClusterNode, Launcher, Place, PlacementRequest, ProcessSlot, ProcessStart
 from ramify.launch.local_launcher import LocalLauncher, LocalSlot
 from ramify.launch.remote_slot import ExchangeReply, ExchangeRequest, NodeProcess, RemoteSlot, RemoteSlotSettings
 from ramify.processes.log import ProcessLog
@@ -17,7 +17,14 @@ from ramify.run.fencing.token import FencingToken
 
 PYTHON = (sys.executable, "-S", "-c")
 TIMEOUT = 60.0  # seconds for one test
-PLACEMENT = PlacementRequest(num_cpus=0.1)
+
+
+def build_placement(num_ranks: int = 1, **more) -> PlacementRequest:
+    """Return a placement that puts all ranks on the first node."""
+    return PlacementRequest(lambda nodes: [Place(nodes[0].name)] * num_ranks, **more)
+
+
+PLACEMENT = build_placement(num_cpus=0.1)
 
 
 def build_leases(num_ranks: int = 1, terms: LeaseTerms | None = None) -> RoleLeases:

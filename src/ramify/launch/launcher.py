@@ -57,10 +57,10 @@ class Place(NamedTuple):
 class PlacementRequest:
     """What a process needs of its node; each rank of a gang needs as much."""
 
+    choose_places: Callable[[Sequence[ClusterNode]], Sequence[Place]]
+    """Returns the place of each rank, on nodes that can be reached, or nothing if there is no room."""
     num_cpus: float = 1.0
     num_gpus: float = 0.0
-    choose_places: Callable[[Sequence[ClusterNode]], Sequence[Place]] | None = None
-    """Returns the place of each rank, on nodes that can be reached, or nothing if there is no room. None: anywhere."""
     port: int = 0
     """The port that it listens on; 0: any free one."""
     lease: LeaseTerms = LeaseTerms()  # noqa: RUF009 - it is immutable

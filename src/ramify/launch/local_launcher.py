@@ -76,7 +76,7 @@ class LocalLauncher:
         places: Sequence[Place] = [Place("")] * leases.num_ranks
         reservations: Sequence[PortReservation | None] = [None] * leases.num_ranks
         if placement is not None:
-            places = placement.choose_places(self.list_nodes()) if placement.choose_places is not None else places
+            places = placement.choose_places(self.list_nodes())
             reservations = self._reserve_ports(leases.role, placement, leases.num_ranks)
         return [
             LocalSlot(

@@ -248,9 +248,9 @@ class _PlanBuilder:
             ready_timeout=config.launch.startup_timeout,
             num_ranks=demand.num_ranks,
             placement=PlacementRequest(
+                partial(self.assignments.assign, name),
                 demand.cores,
                 demand.gpus,
-                partial(self.assignments.assign, name),
                 port=self.source_ports.get(_get_service(name), 0),
                 lease=LeaseTerms(config.cluster.lease_duration * lease_factor),
             ),

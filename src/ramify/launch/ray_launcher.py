@@ -186,8 +186,8 @@ class RayLauncher:
             async with asyncio.timeout(timeout) as scope:
                 while not scope.expired():  # an error while a try is cancelled would end the cancellation
                     try:
-                        nodes = await self._choose_nodes(placement, leases.num_ranks)
-                        if nodes is None:
+                        nodes = await self._choose_nodes(placement)
+                        if not nodes:
                             last_failure = ""
                         else:
                             async with asyncio.timeout(timeout / MAX_OPEN_TRIES):
@@ -203,27 +203,24 @@ class RayLauncher:
             message = f"{leases.role} could not be placed within {timeout:g} s"
             raise DeadlineExceeded(f"{message}: {shortage}{last_failure}") from error
 
-    async def _choose_nodes(self, placement: PlacementRequest, num_ranks: int) -> "Sequence[_RayNode | None] | None":
-        """Return the node of each rank, or None for each one that Ray may choose; None if there is no room now.
+    async def _choose_nodes(self, placement: PlacementRequest) -> "list[_RayNode]":
+        """Return the node of each rank; none if there is no room now.
 
         A node on which a process was lost is chosen only if the others have no room.
         """
-        if placement.choose_places is None:
-            return [None] * num_ranks
         ray_nodes = await self._call_ray(self._list_alive_nodes, LIST_NODES)
         ids = {node["NodeName"]: node["NodeID"] for node in ray_nodes}
         nodes, now = self._to_cluster_nodes(ray_nodes), time.monotonic()
         preferred = [node for node in nodes if self._avoided_until.get(node.name, now) <= now]
         places = placement.choose_places(preferred) or placement.choose_places(nodes)
         names = [place.node for place in places]  # Ray chooses the GPUs
-        return [_RayNode(name, ids[name]) for name in names] if names and ids.keys() >= set(names) else None
+        return [_RayNode(name, ids[name]) for name in names] if ids.keys() >= set(names) else []
 
-    def _avoid(self, node: "_RayNode | None") -> None:
-        if node is not None:
-            self._avoided_until[node.name] = time.monotonic() + self._settings.node_avoidance
+    def _avoid(self, node: "_RayNode") -> None:
+        self._avoided_until[node.name] = time.monotonic() + self._settings.node_avoidance
 
     async def _open_on(
-        self, nodes: "Sequence[_RayNode | None]", leases: RoleLeases, placement: PlacementRequest
+        self, nodes: "Sequence[_RayNode]", leases: RoleLeases, placement: PlacementRequest
     ) -> list[RemoteSlot]:
         """Start one actor per rank. If one of them fails, all are ended."""
         clients = [
@@ -248,17 +245,16 @@ class RayLauncher:
             RemoteSlot(client, address, leases, rank) for rank, (client, address) in enumerate(zip(clients, addresses))
         ]
 
-    def _create_actor(self, placement: PlacementRequest, node: "_RayNode | None") -> Any:
+    def _create_actor(self, placement: PlacementRequest, node: "_RayNode") -> Any:
         strategies = self._ray.util.scheduling_strategies
-        strategy = "SPREAD" if node is None else strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
         options = self._actor_class.options(
             num_cpus=placement.num_cpus,
             num_gpus=placement.num_gpus,
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=strategy,
+            scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node.id, soft=False),
         )
-        return options.remote(placement.lease, None if node is None else node.name)
+        return options.remote(placement.lease, node.name)
 
     async def _describe_shortage(self, leases: RoleLeases, placement: PlacementRequest) -> str:
         """Return what the ranks of a process need, and what the nodes have."""
@@ -383,28 +379,22 @@ class _RayNode(NamedTuple):
 
 
 class _NodeProcessActor(NodeProcess):
-    """What the actor runs: a `NodeProcess`. `node` is the name of its node; None: Ray has chosen the node."""
+    """What the actor runs: a `NodeProcess`. `node` is the name of its node."""
 
-    def __init__(self, terms: LeaseTerms, node: str | None) -> None:
+    def __init__(self, terms: LeaseTerms, node: str) -> None:
         ray: Any = import_module("ray")
-        super().__init__(terms, node=node or _find_own_node(ray), host=ray.util.get_node_ip_address())
-
-
-def _find_own_node(ray: Any) -> str:
-    """Return the name of this process's node, or its id if Ray does not list it yet."""
-    node_id: str = ray.get_runtime_context().get_node_id()
-    return next((node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id), node_id)
+        super().__init__(terms, node=node, host=ray.util.get_node_ip_address())
 
 
 class _RayClient:
     """The connection to one actor."""
 
     def __init__(
-        self, ray: Any, actor: Any, node: _RayNode | None, placement: PlacementRequest, *, on_lost: Callable[[], None]
+        self, ray: Any, actor: Any, node: _RayNode, placement: PlacementRequest, *, on_lost: Callable[[], None]
     ) -> None:
         self.placement, self.is_open, self.is_closed = placement, False, False
         self._ray, self._actor, self._on_lost = ray, actor, on_lost
-        self._where = f" on {node.name}" if node is not None else ""
+        self._node = node.name
 
     async def open(self) -> SlotAddress:
         """Wait until the actor runs, and return where.
@@ -416,7 +406,7 @@ class _RayClient:
         except PeerLost as error:
             self._on_lost()
             if getattr(error.__cause__, "actor_init_failed", False):
-                problem = f"the actor of a process cannot be started{self._where}: {_get_last_line(error.__cause__)}"
+                problem = f"the actor of a process cannot be started on {self._node}: {_get_last_line(error.__cause__)}"
                 raise ProcessDied(f"{problem}; install the same packages on all nodes") from error
             raise
         self.is_open = True
@@ -436,7 +426,7 @@ class _RayClient:
                 raise cause from None
             raise
         except exceptions.RayError as error:
-            problem = f"the actor of a process{self._where} does not answer: {_get_last_line(error)}"
+            problem = f"the actor of a process on {self._node} does not answer: {_get_last_line(error)}"
             raise PeerLost(problem) from error
 
     async def close(self, *, is_reachable: bool) -> None:
