@@ -39,7 +39,7 @@ async def main(node: str, lease: float, beats: str) -> None:
         exit_code = await slot.wait()
         result = {"exit_code": exit_code, "is_lost": slot.is_lost, "seen_at": read_lease_clock()}
         print(json.dumps(result), flush=True)
-    await launcher.close()
+    launcher.disconnect()
 
 
 if __name__ == "__main__":

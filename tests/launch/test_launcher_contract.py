@@ -44,7 +44,7 @@ def launcher(request) -> Launcher:
 def ray_launcher() -> Iterator[Launcher]:
     launcher = RayLauncher.connect(RAY_ADDRESS)
     yield launcher
-    asyncio.run(launcher.close())
+    launcher.disconnect()
 
 
 @pytest.fixture

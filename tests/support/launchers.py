@@ -139,5 +139,3 @@ class InProcessLauncher:
             self.clients.append(LossyClient(node_process))
             slots.append(RemoteSlot(self.clients[-1], node_process.get_address(), leases, rank, self.settings))
         return slots
-
-    async def close(self) -> None: ...

@@ -233,7 +233,3 @@ class Launcher(Protocol):
         Raises DeadlineExceeded if the cluster has no room within `timeout` seconds.
         """
         ...
-
-    async def close(self) -> None:
-        """Release what the launcher holds. All slots must have been stopped."""
-        ...

@@ -28,9 +28,10 @@ DIRECTORY_LOCK_FILE = ".lock"
 class LocalLauncher:
     """Starts processes on this machine. Config files go to `directory` or, without one, to a temporary one.
 
-    A process keeps its port until `close`, so that its address is the same after a restart; a gang gets new ones, so
-    that its ranks do not meet ranks of the last start. Two or more processes that preload modules are forked from a
-    server that has imported them. A process that is stopped gets SIGKILL `stop_timeout` seconds after SIGTERM.
+    A process keeps its port as long as the launcher exists, so that its address is the same after a restart; a gang
+    gets new ones, so that its ranks do not meet ranks of the last start. Two or more processes that preload modules are
+    forked from a server that has imported them. A process that is stopped gets SIGKILL `stop_timeout` seconds after
+    SIGTERM.
     """
 
     can_lose_nodes = False
@@ -88,11 +89,6 @@ class LocalLauncher:
             )
             for place, reservation in zip(places, reservations, strict=True)
         ]
-
-    async def close(self) -> None:
-        """Release all ports."""
-        for reservation in (reservation for ranks in self._reservations.values() for reservation in ranks):
-            reservation.close()
 
 
 class LocalSlot:

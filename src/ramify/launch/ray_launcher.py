@@ -351,10 +351,9 @@ class RayLauncher:
 
     def disconnect(self, print_line: Callable[[str], None] = print) -> None:
         """Disconnect from Ray, which ends all actors that are left. Print a line if Ray does not answer in time."""
-        run_coroutine(self.close(print_line))
+        run_coroutine(self._disconnect(print_line))
 
-    async def close(self, print_line: Callable[[str], None] = print) -> None:
-        """Disconnect from Ray as `disconnect` does, in the running event loop."""
+    async def _disconnect(self, print_line: Callable[[str], None]) -> None:
         try:
             async with asyncio.timeout(self._settings.shutdown_timeout):
                 await call_in_daemon_thread(self._ray.shutdown, "ray.shutdown")
