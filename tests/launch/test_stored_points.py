@@ -50,7 +50,6 @@ def log_run(directory: Path, sink: str, steps: range) -> list[Point]:
     sinks.log_samples(steps[0], build_samples(build_rollout(), source="look"))
     sinks.close(timeout=60.0)
     assert [line for line in messages if line.startswith("sink")] == []
-    assert set(sinks.num_dropped.values()) == {0}
     return [(step, name, value) for step, values in calls for name, value in values.items()]
 
 

@@ -62,11 +62,6 @@ class MonitorSinks:
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
 
-    @property
-    def num_dropped(self) -> dict[str, int]:
-        """The number of dropped or failed calls, by sink."""
-        return {worker.name: worker.num_dropped for worker in self._workers}
-
     def _submit(self, call: SinkCall) -> None:
         for worker in self._workers:
             worker.submit(call)
@@ -78,8 +73,7 @@ class _SinkWorker:
     def __init__(
         self, name: str, factory: SinkFactory, print_line: Callable[[str], None], max_queued_calls: int
     ) -> None:
-        self.name, self.num_dropped = name, 0
-        self._factory, self._print_line = factory, print_line
+        self._name, self._factory, self._print_line = name, factory, print_line
         self._calls: queue.Queue[SinkCall | None] = queue.Queue(max_queued_calls)
         self._disabled = False
         self._warned: set[str] = set()
@@ -90,11 +84,9 @@ class _SinkWorker:
         """Queue a call, or drop it if the queue is full or the sink is disabled."""
         if not self._disabled:
             try:
-                return self._calls.put_nowait(call)
+                self._calls.put_nowait(call)
             except queue.Full:
-                self._warn_once("full", f"sink {self.name} is too slow; dropping calls")
-        self.num_dropped += 1
-        return None
+                self._warn_once("full", f"sink {self._name} is too slow; dropping calls")
 
     def request_stop(self) -> None:
         """Queue the end; drops the oldest call if the queue is full."""
@@ -104,7 +96,6 @@ class _SinkWorker:
             except queue.Full:
                 with contextlib.suppress(queue.Empty):
                     self._calls.get_nowait()
-                    self.num_dropped += 1
         return None
 
     def join(self, timeout: float) -> None:
@@ -112,7 +103,7 @@ class _SinkWorker:
         self._thread.join(timeout)
         if self._thread.is_alive():
             self._disabled = True
-            self._warn_once("hangs", f"sink {self.name} did not close in time")
+            self._warn_once("hangs", f"sink {self._name} did not close in time")
 
     def _run(self) -> None:
         sink = self._open_sink()
@@ -123,22 +114,21 @@ class _SinkWorker:
                 failures = 0
             except Exception as error:  # noqa: BLE001 - a sink may raise anything, and the run must continue
                 failures += 1
-                self.num_dropped += 1
-                self._warn_once(type(error).__name__, f"sink {self.name} failed: {type(error).__name__}: {error}")
+                self._warn_once(type(error).__name__, f"sink {self._name} failed: {type(error).__name__}: {error}")
             if failures == MAX_CONSECUTIVE_FAILURES:
-                self._give_up(f"sink {self.name} disabled after {failures} consecutive failures")
+                self._give_up(f"sink {self._name} disabled after {failures} consecutive failures")
                 return
         if sink is not None:
             try:
                 sink.close()
             except Exception as error:  # noqa: BLE001
-                self._warn_once("close", f"sink {self.name} failed to close: {type(error).__name__}: {error}")
+                self._warn_once("close", f"sink {self._name} failed to close: {type(error).__name__}: {error}")
 
     def _open_sink(self) -> Sink | None:
         try:
             return self._factory()
         except Exception as error:  # noqa: BLE001
-            self._give_up(f"sink {self.name} cannot be opened: {type(error).__name__}: {error}")
+            self._give_up(f"sink {self._name} cannot be opened: {type(error).__name__}: {error}")
             return None
 
     def _give_up(self, message: str) -> None:
