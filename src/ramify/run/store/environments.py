@@ -7,15 +7,13 @@ compares them whenever the run is resumed. A change is refused. If the user acce
 """
 
 import sqlite3
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import msgspec
-
 from ramify.core.errors import EnvironmentChanged
-from ramify.run.store.run_store import RunStore
+from ramify.run.store.run_log import build_event_change
+from ramify.run.store.run_store import RunStore, build_fact_change
 
 ENVIRONMENTS_KEY = "environments"  # the fact that holds identity and revision of each source
 ACCEPT_CHANGES_KEY = "accept changes"  # the fact that says whether the next start may accept changes
@@ -70,21 +68,21 @@ def record_environments(
     revisions = {name: stored.get(name, {"revision": 1})["revision"] + (name in changes) for name in sources}
     for name, observed in sources.items():
         stored[name] = {"identity": observed.identity, "revision": revisions[name]}
-    fact = msgspec.msgpack.encode(stored)
+    store_fact = build_fact_change(ENVIRONMENTS_KEY, stored)
     tasks = [
         (name, number, digest) for name, observed in sources.items() for number, digest in observed.task_digests.items()
     ]
-    event = {"changes": format_changes(changes), "revisions": {name: revisions[name] for name in changes}}
+    changed_revisions = {name: revisions[name] for name in changes}
+    log_event = build_event_change(CHANGES_ACCEPTED_EVENT, changes=format_changes(changes), revisions=changed_revisions)
 
     def apply(connection: sqlite3.Connection) -> None:
-        connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (ENVIRONMENTS_KEY, fact))
+        store_fact(connection)
         for name, observed in sources.items():
             if observed.num_tasks is not None:
                 connection.execute("DELETE FROM tasks WHERE source = ? AND number >= ?", (name, observed.num_tasks))
         connection.executemany("INSERT OR REPLACE INTO tasks VALUES (?, ?, ?)", tasks)
         if changes:
-            values = (time.time(), CHANGES_ACCEPTED_EVENT, msgspec.msgpack.encode(event))
-            connection.execute("INSERT INTO events VALUES (?, ?, ?)", values)
+            log_event(connection)
 
     store.submit_change(apply).result()
     return revisions
