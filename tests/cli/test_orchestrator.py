@@ -154,3 +154,11 @@ def test_sink_without_its_library_is_refused_before_start(home, capsys, monkeypa
     assert main(["orchestrator", "@", "run.toml", "--name", "unsunk", "--monitor.sinks", sinks]) == 2
     assert "monitor.sinks.0: trackio is not installed" in capsys.readouterr().err
     assert not (home / "outputs" / "unsunk").exists()
+
+
+def test_model_without_an_address_is_refused_before_start(home, capsys, monkeypatch):
+    monkeypatch.chdir(home)
+    models = '{"judge": {"name": "tiny"}}'
+    assert main(["orchestrator", "@", "run.toml", "--name", "unserved", "--models", models]) == 2
+    assert "models.judge.base_url: the orchestrator starts no engine" in capsys.readouterr().err
+    assert not (home / "outputs" / "unserved").exists()

@@ -21,6 +21,8 @@ def run(call: ConfigCall[RunConfig]) -> int:
     if not isinstance(config.inference, ExternalServersConfig):
         message = "the orchestrator does not start an engine; give the address of a running one with -b URL"
         raise ConfigInvalid(message, key="inference")
+    if managed := [f"models.{name}.base_url" for name, model in config.all_models.items() if model.is_managed]:
+        raise ConfigInvalid(problems=[(key, "the orchestrator starts no engine; set its address") for key in managed])
     check_sinks_installed(config)
     if any(source.address is None for source in (*config.train, *config.eval)):
         return _run_with_env_servers(config, dry=dry, accept=accept)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ramify.core.errors import ConfigInvalid, EngineIncompatible, Failure
+from ramify.core.errors import EngineIncompatible, Failure
 from ramify.env import plugin
 from ramify.infer.client.replica import EngineLoad
 from ramify.infer.config import ExternalServersConfig
@@ -148,19 +148,7 @@ class RunComponents:
         *,
         report_interval: float = REPORT_INTERVAL,
     ) -> None:
-        if not isinstance(config.inference, ExternalServersConfig):
-            raise ConfigInvalid(
-                "inference: the orchestrator does not start an engine; set engine = 'external' and base_url"
-            )
-        for kind, sources in (("train", config.train), ("eval", config.eval)):
-            for number, source in enumerate(sources):
-                if source.address is None:
-                    raise ConfigInvalid(f"{kind}.{number}.address: the orchestrator needs the env server's address")
-        for name, model in config.all_models.items():
-            if model.is_managed:
-                raise ConfigInvalid(
-                    f"models.{name}.base_url: the orchestrator does not start an engine; set its address"
-                )
+        assert isinstance(config.inference, ExternalServersConfig), "the orchestrator starts no engine"
         self.config, self.inference, self._on_metrics = config, config.inference, on_metrics
         self.no_signal_settings, self._report_interval = no_signal_settings, report_interval
         self.policy = Path(config.model.name).name
