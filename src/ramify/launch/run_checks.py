@@ -10,7 +10,6 @@ model is loaded are left to the run.
 
 import contextlib
 import os
-import subprocess
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +35,7 @@ from ramify.model.resolve import (
     resolve_model_path,
 )
 from ramify.orchestrate.run_config import START_REFERENCE, RunConfig, uses_model
+from ramify.processes.program import run_program
 from ramify.processes.wire.address import check_bind_address
 from ramify.rollout.runtime.bwrap import describe_fallback
 from ramify.run.store import RunStore
@@ -190,16 +190,10 @@ def _check_has_vllm(engine: VLLMConfig) -> str:
     """Return why the interpreter of an engine cannot start vLLM; empty if it can."""
     python = str(Path(engine.python).expanduser())
     code = f"import sys, importlib.util; sys.exit(importlib.util.find_spec('vllm') is None and {NOT_FOUND})"
-    command, env = [python, "-c", code], {**os.environ, **engine.extra_env}
-    try:
-        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=FIND_TIMEOUT)
-    except OSError as error:
-        return f"{python}: {error.strerror}"
-    except subprocess.TimeoutExpired:
-        return f"{python} did not answer within {FIND_TIMEOUT:g} s"
+    result = run_program([python, "-c", code], timeout=FIND_TIMEOUT, env={**os.environ, **engine.extra_env})
     if result.returncode == NOT_FOUND:
         return f"{python} has no package vllm; name the interpreter of an environment with vLLM (docs/inference.md)"
-    return f"{python} ended with {result.returncode}: {result.stderr[-200:].strip()}" if result.returncode else ""
+    return "" if result.ok else f"{python}: {result.text}"
 
 
 def _find_top_k_problems(config: RunConfig) -> list[ConfigProblem]:

@@ -8,7 +8,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import NoReturn
 
 from ramify.core.errors import ConfigInvalid
 from ramify.core.names import suggest
+from ramify.processes.program import run_program
 
 VENVS_VARIABLE = "RAMIFY_VENVS"  # the directory of the virtual environments that `ramify venv install` makes
 DEFAULT_VENVS_DIR = "~/.local/share/ramify/venvs"
@@ -90,12 +90,11 @@ def run_command_in(python: Path, command: str, argv: Sequence[str]) -> NoReturn:
 @functools.cache
 def check_interpreter(python: Path) -> None:
     """Raise ConfigInvalid, in one line, if an interpreter lacks the core of Ramify. It is checked once per process."""
-    command = [str(python), "-c", _CHECK_SCRIPT]
+    result = run_program([str(python), "-c", _CHECK_SCRIPT], timeout=CHECK_TIMEOUT)
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_TIMEOUT, check=True)
-        python_version, version, missing = json.loads(result.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise ConfigInvalid(f"{python} cannot be run: {error}") from error
+        python_version, version, missing = json.loads(result.text)
+    except ValueError as error:
+        raise ConfigInvalid(f"{python} cannot be run: {result.text}") from error
     if tuple(python_version) < MIN_VERSION:
         actual, expected = (".".join(map(str, version)) for version in (python_version, MIN_VERSION))
         raise ConfigInvalid(f"{python} is Python {actual}; expected {expected} or newer")
