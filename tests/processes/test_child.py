@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ramify.core.errors import DeadlineExceeded, ProcessDied
-from ramify.processes.child import WATCHER_COMMAND, ChildProcess
+from ramify.processes.child import WATCHER_COMMAND, ChildProcess, wait_until_ready
 from ramify.processes.exit import EXIT_NOT_STARTED
 from ramify.processes.log import ProcessLog
 from ramify.run.fencing.lease import read_lease_clock
@@ -51,7 +51,7 @@ async def wait_until_up(child: ChildProcess, log: ProcessLog) -> None:
     async def is_up() -> bool:
         return log.tail() == "up"
 
-    assert await child.wait_until_ready(is_up, timeout=60, poll_interval=0.01)
+    assert await wait_until_ready(child.poll, is_up, timeout=60, poll_interval=0.01)
 
 
 async def test_stop_sends_sigterm_then_sigkill(tmp_path):
@@ -128,11 +128,11 @@ async def test_process_that_exits_or_hangs_is_not_ready(tmp_path):
         return False
 
     child, _ = await start(tmp_path, *PYTHON, "pass")
-    assert not await child.wait_until_ready(never, timeout=60, poll_interval=0.01)
+    assert not await wait_until_ready(child.poll, never, timeout=60, poll_interval=0.01)
     await child.stop()
     child, _ = await start(tmp_path, *PYTHON, RUNS_FOREVER)
     with pytest.raises(TimeoutError, match=r"not ready within 0.1 s"):
-        await child.wait_until_ready(never, timeout=0.1, poll_interval=0.01)
+        await wait_until_ready(child.poll, never, timeout=0.1, poll_interval=0.01)
     await child.stop()
 
 

@@ -22,7 +22,7 @@ from ramify.infer.client.http_client import HttpClient, RequestFailed, send_requ
 from ramify.infer.config import ServerConfig, VLLMConfig
 from ramify.model.resolve import resolve_model_path
 from ramify.model.weights_manifest import MANIFEST_FILE, Manifest
-from ramify.processes.child import ChildProcess
+from ramify.processes.child import ChildProcess, wait_until_ready
 from ramify.processes.exit import EXIT_NOT_STARTED, describe_exit
 from ramify.processes.log import ProcessLog
 from ramify.trace.version import PolicyVersion
@@ -125,8 +125,8 @@ class VLLMServer(AsyncService):
         timeout = self.config.startup_timeout
         async with HttpClient(self.url, connect_timeout=RESPONSE_TIMEOUT, max_connections=1) as http:
             try:
-                is_ready = await child.wait_until_ready(
-                    lambda: self._is_ready(http), timeout=timeout, poll_interval=POLL_INTERVAL
+                is_ready = await wait_until_ready(
+                    child.poll, lambda: self._is_ready(http), timeout=timeout, poll_interval=POLL_INTERVAL
                 )
             except TimeoutError:
                 message = f"vLLM did not answer within {timeout:g} s; {self.log.describe_tail()}"

@@ -137,12 +137,6 @@ class ChildProcess:
             return is_requested and await self._receive_pids(PREFORK_TIMEOUT)
         return False
 
-    async def wait_until_ready(
-        self, is_ready: Callable[[], Awaitable[bool]], *, timeout: float, poll_interval: float
-    ) -> bool:
-        """Wait until `is_ready()`; return False if the process exits first. Raises TimeoutError after `timeout`."""
-        return await wait_until_ready(self.poll, is_ready, timeout=timeout, poll_interval=poll_interval)
-
     @property
     def has_exited(self) -> bool:
         """Whether no process runs: none was started, or it has exited with its descendants."""

@@ -9,7 +9,7 @@ from typing import IO, Self
 
 from ramify.core.config import Config, write_toml
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, RamifyError
-from ramify.processes.child import RAMIFY_COMMAND, ChildProcess
+from ramify.processes.child import RAMIFY_COMMAND, ChildProcess, wait_until_ready
 from ramify.processes.exit import describe_exit
 from ramify.processes.log import ProcessLog
 
@@ -73,8 +73,8 @@ class ServerProcess:
 
     async def _wait_for_address(self) -> None:
         try:
-            is_ready = await self._child.wait_until_ready(
-                self._has_address, timeout=self._start_timeout, poll_interval=POLL_INTERVAL
+            is_ready = await wait_until_ready(
+                self._child.poll, self._has_address, timeout=self._start_timeout, poll_interval=POLL_INTERVAL
             )
         except TimeoutError:
             message = f"{self.title} was not ready within {self._start_timeout:g} s"
