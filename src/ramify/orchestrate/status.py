@@ -6,7 +6,6 @@ The state is progress, pending waits and metrics; building it only reads. `POST 
 import math
 import time
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -146,8 +145,7 @@ def query_metrics(run: RunComponents, pattern: str) -> list[dict[str, Any]]:
     """Return the metrics whose names match; values that JSON cannot represent are returned as strings."""
     return [
         {**metric._asdict(), "value": metric.value if math.isfinite(metric.value) else str(metric.value)}
-        for metric in run.run_log.metrics()
-        if fnmatchcase(metric.name, pattern)
+        for metric in run.run_log.metrics(pattern)
     ]
 
 

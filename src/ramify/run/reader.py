@@ -1,7 +1,6 @@
 """Reads the state of a run: asks its orchestrator while it answers, and reads the files of the run otherwise."""
 
 import contextlib
-import fnmatch
 import http.client
 import platform
 import time
@@ -167,12 +166,11 @@ def read_metrics(path: Path, pattern: str = "*") -> list[MetricPoint]:
     observed = observe_run(path)
     if observed.is_live and observed.state.supervisor is not None:
         with contextlib.suppress(ProviderError):  # the run has ended since; its files can be read
-            points = _ask_metrics(observed.state.supervisor.status_address, pattern)
-            return sorted(point for point in points if fnmatch.fnmatchcase(point.name, pattern))
+            return _ask_metrics(observed.state.supervisor.status_address, pattern)
     with RunStore.open(path, write=False) as store:
         if not store.select("SELECT 1 FROM sqlite_master WHERE name = 'metrics'"):
             raise ConfigInvalid(f"{path} has no metrics; no training step was recorded")
-        return [point for point in RunLog(store).metrics() if fnmatch.fnmatchcase(point.name, pattern)]
+        return RunLog(store).metrics(pattern)
 
 
 # -- the end of a run --------------------------------------------------------------------------------------------------

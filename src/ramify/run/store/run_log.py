@@ -81,7 +81,8 @@ class RunLog:
         """Return the last value of every (step, name) whose name matches `glob`, ordered by step and name."""
         query = """SELECT step, name, value FROM metrics WHERE rowid IN (
             SELECT max(rowid) FROM metrics WHERE name GLOB ? GROUP BY step, name) ORDER BY step, name"""
-        return self._store.select_records(lambda row: MetricPoint(row[0], row[1], float(row[2])), query, (glob,))
+        values = (glob.replace("[!", "[^"),)  # SQLite negates a set of characters with ^
+        return self._store.select_records(lambda row: MetricPoint(row[0], row[1], float(row[2])), query, values)
 
     def values_by_step(self, name: str | None) -> dict[int, float]:
         """Return the last value of one metric at each step; nothing for None."""
