@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ramify.core.errors import ConfigInvalid, PortTaken
 from ramify.infer.config import ServeConfig
 from ramify.launch.launcher import ClusterNode, ProcessRole
-from ramify.launch.local_launcher import LocalLauncher
+from ramify.launch.local_launcher import LocalLauncher, LocalSlot
 from ramify.launch.plan import build_orchestrator_plan, build_plan
 from ramify.launch.published_weights import find_newest_weights
 from ramify.model.weights_manifest import Manifest
@@ -38,8 +38,7 @@ def config(tmp_path, **more) -> RunConfig:
 def prepare_orchestrator(plan) -> RunConfig:
     """Return the configuration with which the orchestrator starts now."""
     orchestrator = next(spec for spec in plan.process_specs if spec.name == "orchestrator")
-    orchestrator.prepare()
-    return RunConfig(**tomllib.loads(Path(orchestrator.command[-1]).read_text()))
+    return RunConfig(**tomllib.loads(Path(orchestrator.build_start(LocalSlot()).command[-1]).read_text()))
 
 
 # -- one machine -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import json
 
 from ramify.launch.execution import ServiceAddresses
-from ramify.launch.launcher import ProcessSpec
+from ramify.launch.launcher import ProcessSpec, ProcessStart
 from ramify.run.state import ProcessState, ProcessStatus
 
 
@@ -15,7 +15,8 @@ def test_addresses_of_running_services_are_listed(tmp_path):
     book = tmp_path / "addresses.json"
     book.write_text('{"inference": ["http://old:1"]}')
     names = {"inference/0": "inference", "inference/1": "inference", "env/train/a/0": "env/train/a", "trainer": ""}
-    specs = [ProcessSpec(name, ("true",), tmp_path / "log", service=service) for name, service in names.items()]
+    start = ProcessStart(("true",))
+    specs = [ProcessSpec(name, tmp_path, lambda _: start, service=service) for name, service in names.items()]
     addresses = ServiceAddresses(tmp_path, specs)
     assert not book.exists()
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import psutil
 import pytest
 
-from ramify.launch.launcher import ProcessSpec
+from ramify.launch.launcher import ProcessSpec, ProcessStart
 from ramify.launch.local_launcher import LocalLauncher
 from ramify.launch.supervised_process import SupervisedProcess, is_responding
 from ramify.processes.child import RAMIFY_COMMAND, STOP_TIMEOUT, ChildProcess
@@ -28,9 +28,10 @@ ENVIRONMENT = {"RAYON_NUM_THREADS": "3"}
 
 def build_specs(directory, *commands: tuple[str, ...], modules=("colorsys",), env=ENVIRONMENT) -> list[ProcessSpec]:
     """Return processes that preload modules: the given commands and one more, because a fork server needs two."""
+    starts = [ProcessStart((*RAMIFY_COMMAND, *arguments)) for arguments in [*commands, ("--version",)]]
     return [
-        ProcessSpec(f"p{i}", (*RAMIFY_COMMAND, *arguments), directory / f"p{i}.log", env=env, preload_modules=modules)
-        for i, arguments in enumerate([*commands, ("--version",)])
+        ProcessSpec(f"p{i}", directory / f"p{i}.log", lambda _, start=start: start, env=env, preload_modules=modules)
+        for i, start in enumerate(starts)
     ]
 
 
@@ -74,7 +75,8 @@ async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_pa
             assert await process.wait_for_exit() == 2
         assert "did you mean 'ramify serve'" in process.tail()
         command_line = (*RAMIFY_COMMAND, *env_server_arguments(tmp_path))
-        spec = dataclasses.replace(help_spec, command=command_line, log=tmp_path / "serve.log")
+        start = ProcessStart(command_line)
+        spec = dataclasses.replace(help_spec, build_start=lambda _: start, log=tmp_path / "serve.log")
         async with run_process(spec, launcher) as process:
             command = psutil.Process(process.pid)
             wait_until(lambda: command.cmdline()[: len(command_line)] == list(command_line))
@@ -144,8 +146,8 @@ async def test_forked_processes_have_variables_of_their_own(tmp_path, monkeypatc
     specs = [
         ProcessSpec(
             name,
-            (sys.executable, "-m", "print_ports"),
             tmp_path / f"{name}.log",
+            lambda _: ProcessStart((sys.executable, "-m", "print_ports")),
             env=ENVIRONMENT | variables,
             preload_modules=("colorsys",),
         )

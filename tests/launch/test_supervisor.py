@@ -201,17 +201,17 @@ async def test_process_that_never_becomes_ready_is_reported(tmp_path, free_port)
     assert list_running(tmp_path) == []
 
 
-async def test_prepare_runs_before_each_start(tmp_path):
-    def prepare():
-        with (tmp_path / "prepared").open("a") as file:
-            file.write("x")
+async def test_start_is_built_before_each_start(tmp_path):
+    crashes = "if len(open(DIR + '/built').read()) < 2: sys.exit(9)"
+    spec = build_spec(tmp_path, "orchestrator", crashes, ProcessRole.LEADER)
 
-    crashes = "if len(open(DIR + '/prepared').read()) < 2: sys.exit(9)"
-    assert (
-        await supervise([build_spec(tmp_path, "orchestrator", crashes, ProcessRole.LEADER, prepare=prepare)])
-        is RunOutcome.FINISHED
-    )
-    assert (tmp_path / "prepared").read_text() == "xx"
+    def build_start(slot):
+        with (tmp_path / "built").open("a") as file:
+            file.write("x")
+        return spec.build_start(slot)
+
+    assert await supervise([replace(spec, build_start=build_start)]) is RunOutcome.FINISHED
+    assert (tmp_path / "built").read_text() == "xx"
 
 
 async def test_finished_follower_restarts_with_the_leader(tmp_path):

@@ -40,7 +40,6 @@ def open_place(plan: LaunchPlan, name: str, host: str = "127.0.0.1") -> tuple[Lo
     """Give a process a slot; return it, what is started there, and its configuration."""
     spec = next(spec for spec in plan.process_specs if spec.name == name)
     slot = LocalSlot(host=host, reservation=PortReservation({name: f"tcp://{host}:0"}))
-    assert spec.build_start is not None
     start = spec.build_start(slot)
     (text,) = start.files.values()
     return slot, start, tomllib.loads(text)

@@ -17,7 +17,7 @@ import msgspec
 import psutil
 
 from ramify.core.errors import Failure, RamifyError
-from ramify.launch.launcher import ProcessRole, ProcessSpec
+from ramify.launch.launcher import ProcessRole, ProcessSpec, ProcessStart
 from ramify.processes.log import FAILURE_PREFIX
 
 TIMEOUT = 60.0  # seconds for one wait
@@ -113,9 +113,8 @@ def build_spec(directory: Path, name: str, code: str, role: ProcessRole = Proces
     prologue = (
         f"import os, sys; DIR = {str(directory)!r}; open(DIR + '/{name}.pids', 'a').write(str(os.getpid()) + chr(10))"
     )
-    return ProcessSpec(
-        name, (sys.executable, "-S", "-c", f"{prologue}\n{code}"), directory / f"{name}.log", role, **more
-    )
+    start = ProcessStart((sys.executable, "-S", "-c", f"{prologue}\n{code}"), address=more.get("address", ""))
+    return ProcessSpec(name, directory / f"{name}.log", more.pop("build_start", lambda _: start), role, **more)
 
 
 def read_pids(directory: Path, name: str = "*") -> list[int]:

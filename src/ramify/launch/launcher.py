@@ -174,8 +174,10 @@ class ProcessSpec:
 
     name: str
     """`inference/0`, `env/train/reverse/0`, `orchestrator`, `trainer`."""
-    command: tuple[str, ...]
     log: Path
+    build_start: Callable[[ProcessSlot], ProcessStart]
+    """Returns what to start in a slot, for each rank, in addition to `env`. It is called before each start, in a thread
+    of its own, as is `last_state`."""
     role: ProcessRole = ProcessRole.SERVICE
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables, added to the supervisor's environment."""
@@ -187,8 +189,6 @@ class ProcessSpec:
     """Seconds without an answer after which a process on the head is killed and restarted. None: never."""
     last_state: Callable[[], str] | None = None
     """Returns its last known state, for the log, when it does not answer."""
-    prepare: Callable[[], None] | None = None
-    """Called before each start, in a thread of its own, as are `build_start` and `last_state`."""
     preload_modules: tuple[str, ...] = ()
     """Modules that take long to import; the process may be forked from one that has imported them."""
     service: str = ""
@@ -199,8 +199,6 @@ class ProcessSpec:
     """What it needs of the node that it is started on. None: it runs on the head, at the address above."""
     start_after: tuple[str, ...] = ()
     """Names of processes that must have a place, and so an address, before this one is configured and started."""
-    build_start: Callable[[ProcessSlot], ProcessStart] | None = None
-    """Returns what to start in a slot, for each rank, in addition to `env`; None: `command`, at `address`."""
 
     @property
     def logs(self) -> tuple[Path, ...]:

@@ -206,6 +206,7 @@ class _PlanBuilder:
             {"orchestrator.address": address, "orchestrator.status_address": config.orchestrator.status_address}
         )
         self.address, self.status_address = self.reservation.addresses.values()
+        self.health_address = f"{self.status_address}/health"
         self.assignments = Assignments(placement.demands, placement.places)
         self.addresses: dict[str, str] = {}
         self.source_ports = {
@@ -239,11 +240,12 @@ class _PlanBuilder:
         config, name = self.config, demand.name
         if name == ORCHESTRATOR:
             return self._build_orchestrator_spec(demand)
+        builders = {TRAINER: self._build_trainer_start, "env_servers": self._build_env_server_start}
         lease_factor = ENGINE_LEASE_FACTOR if name in self.engine_names else 1
         spec = ProcessSpec(
             name,
-            (),
             config.path / "logs" / f"{demand.file_stem}.log",
+            partial(builders.get(_get_role(name), self._build_engine_start), demand),
             env={**self._build_variables(demand), **self._build_sharing_variables(name), **self.secret_env},
             ready_timeout=config.launch.startup_timeout,
             num_ranks=demand.num_ranks,
@@ -257,30 +259,25 @@ class _PlanBuilder:
         )
         if name == TRAINER:
             modules = () if self.uses_gpus else TRAINER_MODULES  # CUDA does not survive a fork
-            build_start = partial(self._build_trainer_start, demand)
-            return replace(spec, role=ProcessRole.FOLLOWER, preload_modules=modules, build_start=build_start)
+            return replace(spec, role=ProcessRole.FOLLOWER, preload_modules=modules)
         spec = replace(spec, service=_get_service(name))
         if name.startswith(ENV_PREFIX):
-            build_start = partial(self._build_env_server_start, demand)
-            return replace(spec, start_after=self.engine_names, build_start=build_start)
+            return replace(spec, start_after=self.engine_names)
         is_forkable = not self.uses_gpus and isinstance(self._get_engine_config(name), EngineConfig)
-        modules = ENGINE_MODULES if is_forkable else ()
-        return replace(spec, preload_modules=modules, build_start=partial(self._build_engine_start, demand))
+        return replace(spec, preload_modules=ENGINE_MODULES if is_forkable else ())
 
     def _build_orchestrator_spec(self, demand: ProcessDemand) -> ProcessSpec:
-        config, file = self.config, self.config.path / "configs" / "orchestrator.toml"
-        ports = self.reservation.format_ports()
+        config, ports = self.config, self.reservation.format_ports()
         return ProcessSpec(
             ORCHESTRATOR,
-            (*RAMIFY_COMMAND, "orchestrator", "@", str(file)),
             config.path / "logs" / "orchestrator.log",
+            self._build_orchestrator_start,
             ProcessRole.LEADER,
             env={**self._build_variables(demand), RESERVED_PORTS_VARIABLE: ports, **self.secret_env},
-            address=f"{self.status_address}/health",
+            address=self.health_address,
             ready_timeout=2 * config.launch.startup_timeout,  # it waits for engines, then for env servers
             hang_timeout=config.launch.hang_timeout,
             last_state=lambda: describe_last_state(config.path),
-            prepare=lambda: write_toml(_with_default_pools(self._build_run_config()), file),
             start_after=(*self.engine_names, *self.placement.list_names(ENV_PREFIX)),
         )
 
@@ -316,6 +313,11 @@ class _PlanBuilder:
         )
 
     # -- starts --------------------------------------------------------------------------------------------------------
+
+    def _build_orchestrator_start(self, _slot: ProcessSlot) -> ProcessStart:
+        file = self.config.path / "configs" / "orchestrator.toml"
+        write_toml(_with_default_pools(self._build_run_config()), file)
+        return ProcessStart((*RAMIFY_COMMAND, "orchestrator", "@", str(file)), address=self.health_address)
 
     def _build_engine_start(self, demand: ProcessDemand, slot: ProcessSlot) -> ProcessStart:
         """Return the start of an engine, which serves the newest weights, or of the engine of another model."""

@@ -144,18 +144,14 @@ class SupervisedProcess:
         Raises DeadlineExceeded if there is no room, and StorageFailed if the files of the process, such as the weights
         that an engine starts with, cannot be read or written.
         """
-        spec, name = self.spec, f"files of {self.spec.name}"
-        if spec.prepare is not None:
-            await call_storage(spec.prepare, name)
+        spec = self.spec
         self.slots = await self._launcher.open_slots(self._leases, spec.placement, timeout=spec.ready_timeout)
-        self._starts = await call_storage(self._build_starts, name)
+        self._starts = await call_storage(self._build_starts, f"files of {spec.name}")
         self.address = self._starts[0].address
 
     def _build_starts(self) -> list[ProcessStart]:
         spec = self.spec
-        starts = [ProcessStart(spec.command, address=spec.address)] * len(self.slots)
-        if spec.build_start is not None:
-            starts = [spec.build_start(slot) for slot in self.slots]
+        starts = [spec.build_start(slot) for slot in self.slots]
         modules = spec.preload_modules
         return [replace(start, env={**spec.env, **start.env}, preload_modules=modules) for start in starts]
 
