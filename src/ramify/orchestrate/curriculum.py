@@ -8,7 +8,7 @@ the very task that was next.
 from bisect import insort
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -23,26 +23,6 @@ class TaskPick(NamedTuple):
 
     task: int
     epoch: int
-
-
-class Curriculum(Protocol):
-    """Chooses the tasks of one source."""
-
-    def next_task(self) -> TaskPick | None:
-        """Return the next task; None if there are no more."""
-        ...
-
-    def record_reward(self, task: int, reward: float) -> None:
-        """Record the mean reward of a group that tried the task."""
-        ...
-
-    def take_changes(self) -> dict[str, Any]:
-        """Return the state that changed since the last call, by key, as plain data."""
-        ...
-
-    def restore(self, saved_state: Mapping[str, Any]) -> None:
-        """Restore the state from the last value of each key that `take_changes` returned."""
-        ...
 
 
 class ShuffleConfig(Config):
@@ -77,17 +57,6 @@ class DifficultyConfig(Config):
         return self
 
 
-def build_curriculum(config: ShuffleConfig | DifficultyConfig, num_tasks: int | None, seed: str) -> Curriculum:
-    """Build the curriculum of a source; `num_tasks` is None if the source is unbounded."""
-    if isinstance(config, DifficultyConfig):
-        if num_tasks is None:
-            raise ConfigInvalid(
-                "train: the difficulty curriculum needs a source with a bounded number of tasks; use type = 'shuffle'"
-            )
-        return DifficultyCurriculum(config, num_tasks, seed)
-    return ShuffleCurriculum(config, num_tasks, seed)
-
-
 class ShuffleCurriculum:
     """Chooses every task once per epoch. The tasks of an unbounded source are taken in order, as one epoch."""
 
@@ -113,7 +82,7 @@ class ShuffleCurriculum:
         """Do nothing: all tasks are equally frequent, whatever their rewards."""
 
     def take_changes(self) -> dict[str, Any]:
-        """Return the position in the order of tasks."""
+        """Return the state that changed since the last call, by key: the position in the order of tasks."""
         return {"at": [self._epoch, self._position], "seed": self._order_seed}
 
     def restore(self, saved_state: Mapping[str, Any]) -> None:
@@ -172,7 +141,7 @@ class DifficultyCurriculum:
         return "easy" if mean > self._config.easy_above else "hard" if mean < self._config.hard_below else "normal"
 
     def take_changes(self) -> dict[str, Any]:
-        """Return what changed since the last call."""
+        """Return the state that changed since the last call, by key, as plain data."""
         changes, self._changes = self._changes, {}
         return changes
 
@@ -190,6 +159,20 @@ class DifficultyCurriculum:
         if before != after:
             self._tasks_by_difficulty[before].remove(task)
             insort(self._tasks_by_difficulty[after], task)
+
+
+Curriculum = ShuffleCurriculum | DifficultyCurriculum
+
+
+def build_curriculum(config: ShuffleConfig | DifficultyConfig, num_tasks: int | None, seed: str) -> Curriculum:
+    """Build the curriculum of a source; `num_tasks` is None if the source is unbounded."""
+    if isinstance(config, DifficultyConfig):
+        if num_tasks is None:
+            raise ConfigInvalid(
+                "train: the difficulty curriculum needs a source with a bounded number of tasks; use type = 'shuffle'"
+            )
+        return DifficultyCurriculum(config, num_tasks, seed)
+    return ShuffleCurriculum(config, num_tasks, seed)
 
 
 COUNT_KEY_PREFIX = "mix/"  # of the ledger keys for the number of groups issued per source
