@@ -13,6 +13,7 @@ from ramify.core.async_calls import (
     map_in_daemon_threads,
     retry,
     unwrap_exception_group,
+    wait_for_event,
 )
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, ProviderError
 
@@ -82,6 +83,13 @@ def test_error_of_a_thread_is_raised():
 
     with pytest.raises(OSError, match="item 0"):
         map_in_daemon_threads(fail, range(5), max_threads=2)
+
+
+async def test_event_is_awaited_no_longer_than_the_timeout():
+    event = asyncio.Event()
+    assert not await wait_for_event(event, 0.01)
+    asyncio.get_running_loop().call_soon(event.set)
+    assert await wait_for_event(event, 60.0)
 
 
 async def test_cancel_all_waits_until_the_tasks_have_ended():

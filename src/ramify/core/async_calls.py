@@ -123,6 +123,14 @@ def map_in_daemon_threads(function: Callable[[T], R], items: Iterable[T], *, max
         pending.clear()
 
 
+async def wait_for_event(event: asyncio.Event, timeout: float) -> bool:
+    """Wait until the event is set, for at most `timeout` seconds; return whether it is."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            await event.wait()
+    return event.is_set()
+
+
 async def cancel_all(tasks: Iterable["asyncio.Future[Any]"]) -> None:
     """Cancel tasks and wait until they have ended; what they raise is dropped."""
     ending_tasks = list(tasks)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Protocol
 
-from ramify.core.async_calls import cancel_all
+from ramify.core.async_calls import cancel_all, wait_for_event
 from ramify.core.errors import PeerLost, ProcessReplaced, RamifyError
 from ramify.launch.launcher import ProcessStart
 from ramify.launch.local_launcher import LocalSlot
@@ -342,6 +342,4 @@ class RemoteSlot:
         interval = self._settings.exchange_interval
         if self._request.is_stop_requested:
             interval = min(STOP_INTERVAL, interval)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(interval):
-                await self._wake.wait()
+        await wait_for_event(self._wake, interval)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from ramify.core.async_calls import cancel_all, unwrap_exception_group
+from ramify.core.async_calls import cancel_all, unwrap_exception_group, wait_for_event
 from ramify.core.errors import RunStalled
 from ramify.core.names import format_count
 from ramify.orchestrate import background, status
@@ -160,9 +160,7 @@ class Orchestrator:
         trainer_service.checkpoint_committed.clear()
         await trainer_service.notify_waiters()
         if trainer_service.has_trainer and core.ledger_progress.acknowledged > core.ledger_progress.committed:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(run.config.launch.grace_period):
-                    await trainer_service.checkpoint_committed.wait()
+            await wait_for_event(trainer_service.checkpoint_committed, run.config.launch.grace_period)
         run.run_log.log_event("stopped", committed=core.ledger_progress.committed)
         return EXIT_RESUMABLE
 

@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ramify.core.async_calls import wait_for_event
 from ramify.core.errors import RamifyError
 from ramify.infer.client import InferenceClient
 from ramify.model.weights_manifest import MANIFEST_FILE
@@ -156,18 +157,14 @@ class WeightUpdater:
         while True:
             await self._update_requested.wait()
             while not await self._may_update():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._settings.retry_delay):
-                        await self._not_held.wait()
+                await wait_for_event(self._not_held, self._settings.retry_delay)
             async with self._update_lock:
                 if not await self._may_update():
                     continue
                 self._update_requested.clear()
                 applied = self._pending_update is None or await self._apply(*self._pending_update)
             if not applied:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._settings.retry_delay):
-                        await self._update_requested.wait()  # a newer version is not delayed
+                await wait_for_event(self._update_requested, self._settings.retry_delay)  # a newer one is not delayed
                 self._update_requested.set()
 
     async def _apply(self, version: PolicyVersion, path: Path) -> bool:

@@ -1,7 +1,6 @@
 """A client of one server. Calls have timeouts; they survive a reconnect, but not a restart of the server."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Self
 
 import zmq
 
-from ramify.core.async_calls import AsyncService
+from ramify.core.async_calls import AsyncService, wait_for_event
 from ramify.core.errors import DeadlineExceeded, PeerLost, QueueFull, RamifyError, RequestInvalid
 from ramify.processes.wire.client_protocol import ClientProtocol
 from ramify.processes.wire.loop_monitor import LoopMonitor
@@ -175,12 +174,10 @@ class WireClient(AsyncService):
     async def _wait_connected(self, timeout: float) -> None:
         if self._closed:
             raise PeerLost(f"the connection to {self.address} is closed")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._handshake_done.wait()
+        is_answered = await wait_for_event(self._handshake_done, timeout)
         if self._rejection is not None:
             raise self._rejection
-        if not self._handshake_done.is_set():
+        if not is_answered:
             hint = "; check the secret" if self._secret else ""
             raise PeerLost(f"no answer from {self.address} for {timeout:g} s{hint}")
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Generator, Sequence
 from enum import Enum
 from typing import Generic, Self, TypeVar
 
-from ramify.core.async_calls import AsyncService, WatchTasks
+from ramify.core.async_calls import AsyncService, WatchTasks, wait_for_event
 from ramify.core.errors import ProviderError, RamifyError
 
 JOIN_INTERVAL = 0.1  # seconds between two checks of a server that was never up
@@ -240,9 +240,7 @@ class ServerPool(AsyncService, Generic[S]):
 
     async def wait_until_up(self, timeout: float) -> bool:
         """Wait for a server, for at most `timeout` seconds, unless requests are refused; return whether one is up."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._settled.wait()
+        await wait_for_event(self._settled, timeout)
         return bool(self.up_servers)
 
     def pick(self, session: str | None = None, avoid: Collection[S] = ()) -> S | None:
@@ -283,9 +281,7 @@ class ServerPool(AsyncService, Generic[S]):
             except RamifyError as error:
                 self._record_failed_check(server, error)
             self._checked.set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._get_interval(server)):
-                    await server.check_now.wait()
+            await wait_for_event(server.check_now, self._get_interval(server))
         await server.close()
 
     def _get_interval(self, server: S) -> float:
