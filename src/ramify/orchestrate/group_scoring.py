@@ -66,12 +66,13 @@ def build_rollout_id(group: int, attempt: int) -> str:
     return f"{group}.{attempt}"
 
 
+@np.errstate(over="ignore", invalid="ignore")  # values that are not finite raise ValueNotFinite
 def score_complete_group(
     tracker: GroupTracker,
     source: SourceSpec,
     rules: ScoringRules,
-    reference_scores: NodeScores | None = None,
-    state_before: Mapping[str, Any] | None = None,
+    reference_scores: NodeScores | None,
+    state_before: Mapping[str, Any] | None,
 ) -> ScoredGroup:
     """Score a complete group. If it cannot be trained on, the result says why.
 
@@ -82,22 +83,10 @@ def score_complete_group(
     if len(rewards) < len(tracker.traces):
         names = {name for trace in tracker.traces for name, entry in trace.rewards.items() if entry is None}
         return ScoredGroup(None, {}, {}, None, drop_reason=DropReason.UNSCORED, drop_detail=", ".join(sorted(names)))
-    with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite raise ValueNotFinite below
-        return _score_rewarded_group(tracker, source, rules, rewards, reference_scores or {}, state_before or {})
-
-
-def _score_rewarded_group(
-    tracker: GroupTracker,
-    source: SourceSpec,
-    rules: ScoringRules,
-    rewards: Sequence[float],
-    reference_scores: NodeScores,
-    state_before: Mapping[str, Any],
-) -> ScoredGroup:
     mean = safe_mean(rewards)
-    annotations, state_after = source.algorithm.annotate_with_state(tracker.traces, state_before)
+    annotations, state_after = source.algorithm.annotate_with_state(tracker.traces, state_before or {})
     annotations = [
-        _add_reference(annotation, reference_scores, is_scored_by_trainer=source.is_scored_by_trainer)
+        _add_reference(annotation, reference_scores or {}, is_scored_by_trainer=source.is_scored_by_trainer)
         for annotation in annotations
     ]
     filtered = apply_filters(rules.filters, tracker.traces, annotations, rules.vocab_size)
