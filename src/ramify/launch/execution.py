@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -103,11 +104,13 @@ def read_earlier_processes(run: Path) -> dict[str, EarlierProcess]:
 
 def _record_leases(directory: Path, term: int, delays: Mapping[str, float]) -> dict[str, EarlierProcess]:
     """Write the file of a head, and return the processes that heads of earlier terms may have left, by name."""
-    earlier_heads = _read_earlier_heads(directory, term)
+    *earlier_delays, own_delays = (_read_delays(directory, number) for number in range(term + 1))
     directory.mkdir(exist_ok=True)
-    all_delays = _merge_delays(_read_delays(directory, term), delays)
-    write_atomically(_get_lease_file(directory, term), msgspec.json.encode(all_delays))
-    return earlier_heads
+    write_atomically(_get_lease_file(directory, term), msgspec.json.encode(_merge_delays(own_delays, delays)))
+    return {  # a head that still runs notices after POLL_INTERVAL that it was replaced
+        name: EarlierProcess(FencingToken(term - 1), replacement_delay=delay + POLL_INTERVAL)
+        for name, delay in _merge_delays(*earlier_delays).items()
+    }
 
 
 def _remove_leases(directory: Path, term: int) -> None:
@@ -117,19 +120,9 @@ def _remove_leases(directory: Path, term: int) -> None:
             _get_lease_file(directory, number).unlink(missing_ok=True)
 
 
-def _read_earlier_heads(directory: Path, term: int) -> dict[str, EarlierProcess]:
-    """Return the processes that heads of earlier terms may have left, by name."""
-    delays: dict[str, float] = {}
-    for number in range(term):
-        delays = _merge_delays(delays, _read_delays(directory, number))
-    return {  # a head that still runs notices after POLL_INTERVAL that it was replaced
-        name: EarlierProcess(FencingToken(term - 1), replacement_delay=delay + POLL_INTERVAL)
-        for name, delay in delays.items()
-    }
-
-
-def _merge_delays(delays: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
-    return {name: max(delays.get(name, 0.0), others.get(name, 0.0)) for name in (*delays, *others)}
+def _merge_delays(*tables: Mapping[str, float]) -> dict[str, float]:
+    """Return the longest delay of each process."""
+    return {name: max(table.get(name, 0.0) for table in tables) for name in dict.fromkeys(chain(*tables))}
 
 
 def _read_delays(directory: Path, term: int) -> dict[str, float]:
