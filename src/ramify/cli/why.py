@@ -154,7 +154,7 @@ def _print_ended_run(path: Path, state: RunState) -> None:
     console = make_console()
     with RunStore.open(path, write=False) as store:
         ledger, events = Ledger.open_readonly(store), RunLog(store).events()
-        progress, states = ledger.progress(), Counter(group.state.value for group in ledger.groups())
+        progress, states = ledger.progress(), ledger.count_by_state()
         dropped, ending = ledger.describe_drops(), describe_end(store)
         num_tries = ledger.count_ended_tries()
     uncommitted = progress.acknowledged - progress.committed
