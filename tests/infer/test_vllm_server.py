@@ -89,7 +89,7 @@ async def test_unhealthy_server_is_ended_at_the_deadline(launch):
     server = launch("import time; print('compiling', flush=True); time.sleep(600)", startup_timeout=3.0)
     with pytest.raises(DeadlineExceeded, match=r"(?s)did not answer within 3 s.*compiling"):
         await asyncio.wait_for(server.start(), 90)
-    assert server._child is not None and server._child.exit_code is not None
+    assert server._child.exit_code is not None
 
 
 async def test_server_that_hangs_before_it_has_its_version_is_ended_at_the_deadline(launch, monkeypatch):

@@ -24,8 +24,8 @@ from ramify.run.fencing.lease import read_lease_clock
 from ramify.processes.child import ChildProcess
 
 async def main():
-    child = ChildProcess(sys.argv[2:])
-    await child.start(1)
+    child = ChildProcess()
+    await child.start(sys.argv[2:], 1)
     sys.stdin.readline()
     child.set_lease_end(read_lease_clock() + float(sys.argv[1]))
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -36,11 +36,11 @@ asyncio.run(main())
 
 async def start(tmp_path, code: str, lease_end: float | None) -> tuple[ChildProcess, list[int]]:
     """Start a program that prints pids, and return these."""
-    child, log = ChildProcess((*PYTHON, code)), ProcessLog(tmp_path / "log")
+    child, log = ChildProcess(), ProcessLog(tmp_path / "log")
     if lease_end is not None:
         child.set_lease_end(lease_end)
     with log.open() as output:
-        await child.start(output.fileno())
+        await child.start((*PYTHON, code), output.fileno())
     await async_wait_until(lambda: log.tail().count(" ") == 1 and not log.tail().startswith("("), "the pids")
     return child, [int(pid) for pid in log.tail().split()]
 
@@ -79,10 +79,10 @@ async def test_stop_ends_a_process_before_its_lease(tmp_path):
 
 
 async def test_lease_that_has_ended_kills_at_once(tmp_path):
-    child = ChildProcess((*PYTHON, "import signal; signal.pause()"))
+    child = ChildProcess()
     child.set_lease_end(read_lease_clock() - 1)
     with (tmp_path / "log").open("wb") as output:
-        await child.start(output.fileno())
+        await child.start((*PYTHON, "import signal; signal.pause()"), output.fileno())
     assert await child.wait() == 128 + signal.SIGKILL
     await child.stop()
 

@@ -51,7 +51,7 @@ class VLLMServer(AsyncService):
         self.port = server.port or _find_free_port(server.host)
         self.log = ProcessLog(Path(config.log_file))
         self.state = VLLMServerState.NEW
-        self._child: ChildProcess | None = None
+        self._child = ChildProcess(stop_timeout=server.shutdown_timeout)
 
     @property
     def url(self) -> str:
@@ -95,13 +95,11 @@ class VLLMServer(AsyncService):
         """Start the process; wait until it is healthy and has the version of its weights."""
         if self.state is not VLLMServerState.NEW:
             raise ProviderError(f"a vLLM server starts once; this one is {self.state.value}")
-        command, env = self.build_command(), self.build_environment()
-        self._child = ChildProcess(command, env=env, stop_timeout=self.server.shutdown_timeout)
         self.state = VLLMServerState.STARTING
         try:
             with self.log.open() as log:
-                await self._child.start(log.fileno())
-            await self._wait_until_ready(self._child)
+                await self._child.start(self.build_command(), log.fileno(), env=self.build_environment())
+            await self._wait_until_ready()
         except BaseException:
             await self.close()
             raise
@@ -110,7 +108,7 @@ class VLLMServer(AsyncService):
 
     async def wait(self) -> None:
         """Return when the server was stopped; raise ProviderError if it exits by itself."""
-        if self._child is not None and self.state is VLLMServerState.READY:
+        if self.state is VLLMServerState.READY:
             code = await self._child.wait()
             if self.state is VLLMServerState.READY:
                 raise self._build_exit_error(code)
@@ -118,21 +116,20 @@ class VLLMServer(AsyncService):
     async def close(self) -> None:
         """Stop the process and all that it started: by SIGTERM, after `server.shutdown_timeout` seconds by SIGKILL."""
         self.state = VLLMServerState.STOPPED
-        if self._child is not None:
-            await self._child.stop()
+        await self._child.stop()
 
-    async def _wait_until_ready(self, child: ChildProcess) -> None:
+    async def _wait_until_ready(self) -> None:
         timeout = self.config.startup_timeout
         async with HttpClient(self.url, connect_timeout=RESPONSE_TIMEOUT, max_connections=1) as http:
             try:
                 is_ready = await wait_until_ready(
-                    child.poll, lambda: self._is_ready(http), timeout=timeout, poll_interval=POLL_INTERVAL
+                    self._child.poll, lambda: self._is_ready(http), timeout=timeout, poll_interval=POLL_INTERVAL
                 )
             except TimeoutError:
                 message = f"vLLM did not answer within {timeout:g} s; {self.log.describe_tail()}"
                 raise DeadlineExceeded(message) from None
             if not is_ready:
-                raise self._build_exit_error(await child.wait())
+                raise self._build_exit_error(await self._child.wait())
 
     async def _is_ready(self, http: HttpClient) -> bool:
         """Return whether the server is healthy and has accepted the version of its weights."""

@@ -118,11 +118,8 @@ class LocalSlot:
         address = next(iter(reservation.addresses.values())) if reservation is not None else ""
         self.port = urlsplit(address).port or 0
         self._given_directory, self._gpus = directory, gpus
-        self._is_detached, self._stop_timeout = is_detached, stop_timeout
         self._directory: SlotDirectory | None = None
-        self._child: ChildProcess | None = None
-        self._pending_signal: signal.Signals | None = None
-        self._lease_end: float | None = None
+        self._child = ChildProcess(stop_timeout=stop_timeout, is_detached=is_detached)
 
     @property
     def directory(self) -> Path:
@@ -136,12 +133,12 @@ class LocalSlot:
     @property
     def has_exited(self) -> bool:
         """Whether no process runs in the slot."""
-        return self._child is None or self._child.has_exited
+        return self._child.has_exited
 
     @property
     def pid(self) -> int:
         """Process id; 0 until it is known."""
-        return self._child.pid if self._child is not None else 0
+        return self._child.pid
 
     async def start(self, start: ProcessStart, log: ProcessLog) -> None:
         """Write the files and start the process, forked from the fork server if that is possible."""
@@ -156,56 +153,42 @@ class LocalSlot:
                 self._reservation.close()
             if ports := self._reservation.format_ports():
                 env[RESERVED_PORTS_VARIABLE] = ports
-        child = self._child = ChildProcess(
-            start.command, env=env, stop_timeout=self._stop_timeout, is_detached=self._is_detached
-        )
-        if self._lease_end is not None:
-            child.set_lease_end(self._lease_end)
-        if self._pending_signal is not None:
-            child.send_signal(self._pending_signal)
-        client = self._prefork_client
+        client, child, command = self._prefork_client, self._child, start.command
         with storage_call(log.path):
             output = log.open()
         with output:
-            if client is None or not await child.start_preforked(client, start.preload_modules, output.fileno()):
-                await child.start(output.fileno())
+            fd = output.fileno()
+            if client is None or not await child.start_preforked(client, start.preload_modules, command, fd, env=env):
+                await child.start(command, fd, env=env)
 
     def poll(self) -> int | None:
         """Return the exit code if the process and its descendants have exited, else None."""
-        return self._child.poll() if self._child is not None else None
+        return self._child.poll()
 
     async def wait(self) -> int:
         """Wait until the process and its descendants have exited, and return the exit code."""
-        assert self._child is not None, "the process was not started"
         return await self._child.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the process if it runs; before it has started, as soon as it has."""
-        if self._child is None:
-            self._pending_signal = number
-        else:
-            self._child.send_signal(number)
+        self._child.send_signal(number)
 
     def set_lease_end(self, lease_end: float) -> None:
         """Let the watcher kill the process and its descendants at this time of the lease clock."""
-        self._lease_end = lease_end
-        if self._child is not None:
-            self._child.set_lease_end(lease_end)
+        self._child.set_lease_end(lease_end)
 
     def request_stop(self) -> None:
         """Let the watcher stop the process."""
-        if self._child is not None:
-            self._child.request_stop()
+        self._child.request_stop()
 
     async def kill(self) -> None:
         """Kill the process; its watcher kills the descendants."""
-        if self._child is not None:
-            await self._child.kill()
+        await self._child.kill()
 
     async def stop(self) -> int | None:
         """Stop the process, and remove its temporary directory."""
         try:
-            return await self._child.stop() if self._child is not None else None
+            return await self._child.stop()
         finally:
             if self._directory is not None:
                 self._directory.remove()

@@ -24,6 +24,7 @@ from ramify.processes.watcher import DETACH_FLAG
 
 RAMIFY_COMMAND = (sys.executable, "-m", "ramify")  # the `ramify` command of this environment
 WATCHER_COMMAND = (sys.executable, "-m", "ramify.processes.watcher")
+CHILD_VARIABLES = {FAILURE_VARIABLE: "1"}  # of every child process
 STOP_TIMEOUT = 5.0  # seconds between SIGTERM and SIGKILL
 KILL_TIMEOUT = 3.0  # seconds for the watcher to kill the descendants
 START_TIMEOUT = 60.0  # seconds for the watcher to send the pids
@@ -33,6 +34,8 @@ PREFORK_TIMEOUT = 120.0  # the same, for the fork server, which may still be imp
 class ChildProcess:
     """One execution of a command. Call `start` once, and `stop` in any case.
 
+    A signal or the end of a lease that comes before the start applies to the command that is started.
+
     Attributes:
         pid: process id of the command; 0 until it is known.
         exit_code: exit code of the command; None until `poll`, `wait` or `stop` has seen it.
@@ -40,23 +43,19 @@ class ChildProcess:
 
     def __init__(
         self,
-        command: Sequence[str],
         *,
-        env: Mapping[str, str] | None = None,
         stop_timeout: float = STOP_TIMEOUT,
         is_detached: bool = False,
         start_timeout: float = START_TIMEOUT,
         watcher_command: Sequence[str] = WATCHER_COMMAND,
     ) -> None:
-        """Prepare a command; `env` is added to the environment of this process.
+        """Prepare an execution.
 
         A detached watcher is not a child of this process: a framework that kills the children of this process then
         leaves the watcher time to clean up. `watcher_command` starts the watcher, and `start_timeout` is the number of
         seconds until the watcher must have reported that the command runs.
         """
-        self.command, self.stop_timeout = tuple(command), stop_timeout
-        self.env = {FAILURE_VARIABLE: "1", **(env or {})}
-        self._is_detached, self._start_timeout = is_detached, start_timeout
+        self.stop_timeout, self._is_detached, self._start_timeout = stop_timeout, is_detached, start_timeout
         self._watcher_command = tuple(watcher_command)
         self.pid = 0
         self.exit_code: int | None = None
@@ -78,8 +77,18 @@ class ChildProcess:
             with contextlib.suppress(OSError):  # the watcher has exited
                 self._control_socket.send(str(lease_end).encode())
 
-    async def start(self, output_fd: int, *, pass_fds: Sequence[int] = (), command_forks_watcher: bool = False) -> None:
-        """Start the process with its output to `output_fd`. Raises ProcessDied or DeadlineExceeded if this fails.
+    async def start(
+        self,
+        command: Sequence[str],
+        output_fd: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+        command_forks_watcher: bool = False,
+    ) -> None:
+        """Start a command with its output to `output_fd`, and with `env` added to the environment of this process.
+
+        Raises ProcessDied or DeadlineExceeded if this fails.
 
         After a failure, the process may still start, late: only `has_exited` says that none runs. `request_stop`
         prevents the late start.
@@ -93,11 +102,11 @@ class ChildProcess:
         try:
             with self._open_control_socket() as child_socket:
                 popen = subprocess.Popen(
-                    [*watcher, *self.command, *map(str, pass_fds)],
+                    [*watcher, *command, *map(str, pass_fds)],
                     stdin=child_socket.fileno(),
                     stdout=output_fd,
                     stderr=output_fd,
-                    env={**os.environ, **self.env},
+                    env={**os.environ, **CHILD_VARIABLES, **(env or {})},
                     pass_fds=pass_fds,
                     start_new_session=True,
                 )
@@ -105,22 +114,24 @@ class ChildProcess:
             if self._is_detached:
                 await _wait_for_fork(popen, self._start_timeout)
                 if not await self._receive_pids(self._start_timeout):
-                    raise ProcessDied(f"{self.command[0]} cannot be started: its watcher has exited")
+                    raise ProcessDied(f"{command[0]} cannot be started: its watcher has exited")
                 return
             self._watcher_popen, self._watcher_pid = popen, popen.pid
             self._watcher_pidfd = os.pidfd_open(self._watcher_pid)
             await self._receive_pids(self._start_timeout)  # if the watcher exits first, `wait` returns its exit code
         except (TimeoutError, subprocess.TimeoutExpired):
-            raise DeadlineExceeded(f"{self.command[0]} did not start within {self._start_timeout:g} s") from None
+            raise DeadlineExceeded(f"{command[0]} did not start within {self._start_timeout:g} s") from None
         except OSError as error:
-            raise ProcessDied(f"{self.command[0]} cannot be started: {error.strerror}") from error
+            raise ProcessDied(f"{command[0]} cannot be started: {error.strerror}") from error
 
     async def start_preforked(
         self,
         client: PreforkClient,
         modules: Sequence[str],
+        command: Sequence[str],
         output_fd: int,
         *,
+        env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         command_forks_watcher: bool = False,
     ) -> bool:
@@ -128,11 +139,11 @@ class ChildProcess:
 
         The options are the same as for `start`.
         """
-        stop_timeout = None if command_forks_watcher else self.stop_timeout
+        stop_timeout, env = None if command_forks_watcher else self.stop_timeout, {**CHILD_VARIABLES, **(env or {})}
         with contextlib.suppress(OSError):  # a TimeoutError is one, too
             with self._open_control_socket() as child_socket:
                 fds = (child_socket.fileno(), output_fd, *pass_fds)
-                is_requested = client.request_fork(self.command, modules, self.env, stop_timeout=stop_timeout, fds=fds)
+                is_requested = client.request_fork(command, modules, env, stop_timeout=stop_timeout, fds=fds)
                 self._is_starting = is_requested
             return is_requested and await self._receive_pids(PREFORK_TIMEOUT)
         return False

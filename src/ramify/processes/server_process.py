@@ -44,7 +44,8 @@ class ServerProcess:
         self.config_path, self.log, self.address = config_path, ProcessLog(log_path), ""
         self._config, self._start_timeout = config, start_timeout
         ramify = RAMIFY_COMMAND if python is None else (python, *RAMIFY_COMMAND[1:])
-        self._child = ChildProcess((*ramify, command, "@", str(config_path)), stop_timeout=stop_timeout)
+        self._command = (*ramify, command, "@", str(config_path))
+        self._child = ChildProcess(stop_timeout=stop_timeout)
 
     @property
     def pid(self) -> int:
@@ -64,7 +65,7 @@ class ServerProcess:
         log = self.open_files()
         try:
             with log:
-                await self._child.start(log.fileno())
+                await self._child.start(self._command, log.fileno())
             await self._wait_for_address()
         except BaseException:
             await self.stop()

@@ -229,7 +229,7 @@ async def test_a_server_that_is_closed_while_a_worker_boots_has_no_worker(engine
 
     def find_worker_pid() -> int:
         workers = server.pool.workers.values() if hasattr(server, "pool") else ()
-        return sum(worker._child.pid for worker in workers if worker._child is not None)
+        return sum(worker._child.pid for worker in workers)
 
     async with asyncio.timeout(DEADLINE):
         while not (pid := find_worker_pid()):

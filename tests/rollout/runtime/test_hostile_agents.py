@@ -94,10 +94,10 @@ asyncio.run(asyncio.wait_for(main(), 30))
 
 async def test_stopped_and_killed_sandboxes_leave_no_zombie(tmp_path):
     async with asyncio.timeout(60):
-        child = ChildProcess((sys.executable, "-c", LEAVES_ZOMBIES, str(NUM_SANDBOXES)))
+        child = ChildProcess()
         log = ProcessLog(tmp_path / "log")
         with log.open() as output:
-            await child.start(output.fileno())
+            await child.start((sys.executable, "-c", LEAVES_ZOMBIES, str(NUM_SANDBOXES)), output.fileno())
         try:
             assert await child.wait() == 0, log.tail()
         finally:

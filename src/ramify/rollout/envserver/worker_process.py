@@ -88,7 +88,7 @@ class WorkerProcess:
         self._temp_root, self._log, self._loop_monitor, self._on_lost = temp_root, log, loop_monitor, on_lost
         self._python = python or sys.executable
         self._prefork_client = prefork_client
-        self._child: ChildProcess | None = None
+        self._child = ChildProcess(stop_timeout=2 * STOP_TIMEOUT)  # its watcher kills it at once, then it cleans up
         self._client: WireClient | None = None
         self._output: WorkerOutput | None = None
         self._exit_task: asyncio.Task[None] | None = None
@@ -150,24 +150,24 @@ class WorkerProcess:
             spec_file.write(spec)
             spec_file.seek(0)
             command = (str(self._python), "-m", "ramify.rollout.envserver.worker_main", str(temp_dir))
-            # The watcher of the worker kills it at once; then it cleans up.
-            self._child = ChildProcess(command, env=env, stop_timeout=2 * STOP_TIMEOUT)
-            await self._start_child(self._child, output_fd, (report_fd, spec_file.fileno()))
+            await self._start_child(command, env, output_fd, (report_fd, spec_file.fileno()))
             inherited.close()
-            self._exit_task = asyncio.create_task(self._wait_for_exit(self._child), name=f"exit of {self.id}")
+            self._exit_task = asyncio.create_task(self._wait_for_exit(), name=f"exit of {self.id}")
             if self.is_boot_aborted:
                 self._kill_and_fail_requests()
             return self._exit_task, await _read_pipe(report)
 
-    async def _start_child(self, child: ChildProcess, output_fd: int, fds: Sequence[int]) -> None:
+    async def _start_child(
+        self, command: Sequence[str], env: Mapping[str, str], output_fd: int, fds: Sequence[int]
+    ) -> None:
         """Fork the process from the fork server if that is possible; start it directly if not."""
-        options: Mapping[str, Any] = {"pass_fds": fds, "command_forks_watcher": True}
-        client = self._prefork_client
-        if client is not None and await child.start_preforked(client, PRELOAD_MODULES, output_fd, **options):
+        options: Mapping[str, Any] = {"env": env, "pass_fds": fds, "command_forks_watcher": True}
+        client, child = self._prefork_client, self._child
+        if client is not None and await child.start_preforked(client, PRELOAD_MODULES, command, output_fd, **options):
             return
         if self.is_boot_aborted:
             raise self._boot_error("was stopped")
-        await child.start(output_fd, **options)
+        await child.start(command, output_fd, **options)
 
     def _boot_error(self, exit_description: str) -> ProcessDied:
         tail = "\n".join(self._output.tail if self._output is not None else ())
@@ -262,8 +262,7 @@ class WorkerProcess:
     async def reap(self) -> None:
         """Kill the process, wait for its exit and the end of its output, and close the connection."""
         self._kill_and_fail_requests()
-        if self._child is not None:
-            await self._child.stop()
+        await self._child.stop()
         if self._exit_task is not None:
             await asyncio.wait([self._exit_task], timeout=STOP_TIMEOUT)
         if self._client is not None:
@@ -274,13 +273,12 @@ class WorkerProcess:
 
     def _kill_and_fail_requests(self) -> None:
         """Let the watcher process kill the worker, and fail open requests."""
-        if self._child is not None:
-            self._child.request_stop()
+        self._child.request_stop()
         if self._client is not None:
             self._client.fail_pending(f"{self.id} {self.reason}")
 
-    async def _wait_for_exit(self, child: ChildProcess) -> None:
-        exit_description = describe_exit(await child.wait())
+    async def _wait_for_exit(self) -> None:
+        exit_description = describe_exit(await self._child.wait())
         if self.state is WorkerState.BOOTING:
             self.reason = self.reason or exit_description
         else:
