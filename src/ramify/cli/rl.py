@@ -136,24 +136,21 @@ def _train(call: ConfigCall[RunConfig]) -> int:
     except RamifyError:
         print(describe_resume(config.path, resume_command), file=sys.stderr)
         raise
-    match result.outcome:
-        case RunOutcome.FINISHED if not result.did_run:
-            steps = format_finished(result.steps, config)
-            train_on = "a larger --max-steps trains on, " if result.steps >= config.max_steps else ""
-            print(f"{result.path} is already finished ({steps}); {train_on}--fresh starts over")
-            for line in _list_next_commands(config, result.path):
+    if result.outcome is not RunOutcome.FINISHED:
+        ending = result.outcome.name.lower()
+        print(f"{ending}; {describe_resume(result.path, resume_command)}", file=sys.stderr)
+        return result.outcome.value
+    steps = format_finished(result.steps, config)
+    if result.did_run:
+        with contextlib.suppress(RamifyError):  # the run is finished, whether or not its store can be read now
+            for line in _describe_evals(result.path):
                 print(line)
-        case RunOutcome.FINISHED:
-            with contextlib.suppress(RamifyError):  # the run is finished, whether or not its store can be read now
-                for line in _describe_evals(result.path):
-                    print(line)
-            print(f"finished: {format_finished(result.steps, config)} in {result.path}")
-            for line in _list_next_commands(config, result.path):
-                print(line)
-        case RunOutcome.STOPPED:
-            print(f"stopped; {describe_resume(result.path, resume_command)}", file=sys.stderr)
-        case RunOutcome.INTERRUPTED:
-            print(f"interrupted; {describe_resume(result.path, resume_command)}", file=sys.stderr)
+        print(f"finished: {steps} in {result.path}")
+    else:
+        train_on = "a larger --max-steps trains on, " if result.steps >= config.max_steps else ""
+        print(f"{result.path} is already finished ({steps}); {train_on}--fresh starts over")
+    for line in _list_next_commands(config, result.path):
+        print(line)
     return result.outcome.value
 
 
