@@ -28,8 +28,8 @@ def test_zero_staleness_alternates_sampling_and_training(batch):
     assert AdmissionLimits.from_max_staleness(batch, 0).max_staleness == 0
 
 
-def issue_groups(limits: AdmissionLimits, groups: int, **more) -> AdmissionControl:
-    admission = AdmissionControl(limits, **more)
+def issue_groups(limits: AdmissionLimits, groups: int, max_steps: int = 100) -> AdmissionControl:
+    admission = AdmissionControl(limits, max_steps)
     for group in range(groups):
         admission.issue_group(group)
     return admission
@@ -140,7 +140,7 @@ def test_after_a_rewind_groups_wait_until_the_trainer_has_caught_up():
 
 
 def test_surplus_groups_are_dispatched_oldest_first_as_slots_become_free():
-    admission = AdmissionControl(AdmissionLimits(2, slots=2, window=1))
+    admission = AdmissionControl(AdmissionLimits(2, slots=2, window=1), 100)
     for group in range(5):
         admission.restore_group(group)  # the run had more slots before
     assert [group for group in range(5) if admission.can_dispatch(group)] == [0, 1]

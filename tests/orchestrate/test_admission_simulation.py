@@ -63,7 +63,7 @@ class Simulation:
     def __init__(self, world: World) -> None:
         self.world, self.rng = world, Random(world.seed)
         self.limits = AdmissionLimits.from_max_staleness(world.batch, world.bound)
-        self.admission = AdmissionControl(self.limits, max_steps=world.steps)
+        self.admission = AdmissionControl(self.limits, world.steps)
         self.queue = AttemptQueue()
         self.now, self.clock = 0.0, []
         self.events = 0

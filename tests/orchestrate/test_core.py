@@ -372,7 +372,7 @@ async def test_run_may_resume_with_a_curriculum_that_has_epochs(ledger):
     async def issue(curriculum: Curriculum, tasks_per_epoch: int | None) -> None:
         mix = SourceMix({source.name: 1.0}, {source.name: curriculum})
         specs = {source.name: replace(source, tasks_per_epoch=tasks_per_epoch)}
-        core = await OrchestratorCore.open(ledger, mix, specs, rules, AdmissionLimits.from_max_staleness(4, 0), None)
+        core = await OrchestratorCore.open(ledger, mix, specs, rules, AdmissionLimits.from_max_staleness(4, 0), 100)
         for _ in range(2):
             for group in await core.issue_groups():
                 await core.drop_group(group.number, DropReason.CANCELLED)

@@ -69,7 +69,7 @@ class AdmissionControl:
         exhausted: whether the sources have no more tasks, so that no group will follow.
     """
 
-    def __init__(self, limits: AdmissionLimits, *, max_steps: int | None = None) -> None:
+    def __init__(self, limits: AdmissionLimits, max_steps: int) -> None:
         self.limits, self.max_steps = limits, max_steps
         self.next_step = 0
         self.applied_version = 0
@@ -90,11 +90,9 @@ class AdmissionControl:
         """Number of groups that may be issued now."""
         if self.exhausted:
             return 0
-        num_free = self.limits.slots - self.num_active
-        if self.max_steps is not None:
-            num_needed = (self.max_steps - self.next_step) * self.limits.groups_per_batch
-            num_free = min(num_free, num_needed - len(self._unscored) - len(self._scored))
-        return max(0, num_free)
+        num_needed = (self.max_steps - self.next_step) * self.limits.groups_per_batch
+        num_missing = num_needed - len(self._unscored) - len(self._scored)
+        return max(0, min(self.limits.slots - self.num_active, num_missing))
 
     def can_dispatch(self, group: int) -> bool:
         """Return whether attempts of a group may be dispatched: the group and all before it fit into the slots.
@@ -108,7 +106,7 @@ class AdmissionControl:
 
     def next_batch(self) -> tuple[int, ...] | None:
         """Return the groups of the next batch, in order; None if it cannot be formed yet."""
-        if self.max_steps is not None and self.next_step >= self.max_steps:
+        if self.next_step >= self.max_steps:
             return None
         window_end = self._unscored[0] + self.limits.window if self._unscored else None
         num_eligible = len(self._scored) if window_end is None else bisect_left(self._scored, window_end)
@@ -121,7 +119,7 @@ class AdmissionControl:
     @property
     def is_finished(self) -> bool:
         """Whether the last batch was formed."""
-        if self.max_steps is not None and self.next_step >= self.max_steps:
+        if self.next_step >= self.max_steps:
             return True
         return self.exhausted and not self._unscored and not self._scored
 

@@ -93,14 +93,14 @@ class OrchestratorCore:
         sources: Mapping[str, SourceSpec],
         scoring_rules: ScoringRules,
         limits: AdmissionLimits,
-        max_steps: int | None,
+        max_steps: int,
     ) -> "OrchestratorCore":
         """Start a run, or restore it from the ledger; only attempts without a result are queued.
 
         The caller must then call `record_applied_version` if trainer and engines are still alive, or `register_trainer`
         if they are not. Until it does, the committed version counts as applied.
         """
-        core = cls(ledger, source_mix, sources, scoring_rules, AdmissionControl(limits, max_steps=max_steps))
+        core = cls(ledger, source_mix, sources, scoring_rules, AdmissionControl(limits, max_steps))
         check_task_counts(ledger, sources)
         for source in sources.values():
             await ledger.declare_source(source.name, source.tasks_per_epoch)
