@@ -73,7 +73,7 @@ async def test_forked_command_has_its_own_title_session_log_and_exit_code(tmp_pa
         assert "usage: ramify doctor" in help_spec.log.read_text()
         async with run_process(wrong_spec, launcher) as process:
             assert await process.wait_for_exit() == 2
-        assert "did you mean 'ramify serve'" in process.tail()
+        assert "did you mean 'ramify serve'" in process.failed_log.tail()
         command_line = (*RAMIFY_COMMAND, *env_server_arguments(tmp_path))
         start = ProcessStart(command_line)
         spec = dataclasses.replace(help_spec, build_start=lambda _: start, log=tmp_path / "serve.log")
@@ -95,7 +95,7 @@ async def test_log_of_a_forked_command_ends_with_its_error(tmp_path):
     with prefork([wrong_spec, *others]) as launcher:
         async with run_process(wrong_spec, launcher) as process:
             assert await process.wait_for_exit() == 2
-    assert "did you mean 'ramify serve'" in process.tail().splitlines()[-1]
+    assert "did you mean 'ramify serve'" in process.failed_log.tail().splitlines()[-1]
 
 
 @pytest.mark.parametrize("victim", ["command", "watcher"])

@@ -14,10 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ramify.core.async_calls import call_storage, cancel_all
-from ramify.core.errors import DeadlineExceeded, RamifyError
+from ramify.core.errors import DeadlineExceeded
 from ramify.launch.launcher import Launcher, ProcessRole, ProcessSlot, ProcessSpec, ProcessStart
 from ramify.processes.child import wait_until_ready
 from ramify.processes.log import ProcessLog
@@ -130,9 +129,9 @@ class SupervisedProcess:
         return slot.node if slot is not None and slot.is_lost else ""
 
     @property
-    def failed_log(self) -> Path:
+    def failed_log(self) -> ProcessLog:
         """The log of the rank that failed; of rank 0 if none did."""
-        return self._logs[self._failed_rank].path
+        return self._logs[self._failed_rank]
 
     def set_state(self, state: ProcessState) -> None:
         """Change the state now."""
@@ -239,14 +238,6 @@ class SupervisedProcess:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-
-    def tail(self) -> str:
-        """Return the last lines that this execution has written to the log, of the rank that failed."""
-        return self._logs[self._failed_rank].tail()
-
-    def read_failure(self) -> RamifyError | None:
-        """Return the failure that the rank that failed reported; None if it ended without one."""
-        return self._logs[self._failed_rank].read_failure()
 
 
 def build_gang_variables(slots: Sequence[ProcessSlot], token: FencingToken) -> list[dict[str, str]]:

@@ -338,7 +338,7 @@ class Supervisor:
         if is_leader and code in (0, EXIT_RESUMABLE):
             self._set_outcome(self._stop_outcome if code else RunOutcome.FINISHED)
             return False
-        failure = process.read_failure()
+        failure = process.failed_log.read_failure()
         if type(failure) is ConfigInvalid:
             problems = [(key, f"{spec.name} cannot be started: {text}") for key, text, _ in failure.problems]
             raise ConfigInvalid(problems=problems) from failure
@@ -360,7 +360,7 @@ class Supervisor:
         if delay is None:
             restarts = f"after {budget.num_restarts} restarts"
             reason = f"the same error {num_identical} times in a row" if is_bug else restarts
-            raise ProcessDied(f"{spec.name} {ending}, {reason}; last lines of {process.failed_log}:\n{process.tail()}")
+            raise ProcessDied(f"{spec.name} {ending}, {reason}; {process.failed_log.describe_tail()}")
         count = f"restart {budget.num_restarts} of {budget.max_restarts}"
         self._print_line(f"{spec.name} {ending}; restarting in {delay:g} s ({count})")
         process.set_state(ProcessState.WAITING)
@@ -375,8 +375,8 @@ class Supervisor:
 
         Each must be within `restart_window` of the one before.
         """
-        crashes, tail, now = self._crashes[process.spec.name], process.tail(), time.monotonic()
-        if is_signal_exit(code) or process.read_failure() is not None:
+        crashes, tail, now = self._crashes[process.spec.name], process.failed_log.tail(), time.monotonic()
+        if is_signal_exit(code) or process.failed_log.read_failure() is not None:
             crashes.clear()
             return 0
         crash = _Crash(tail.splitlines()[-1], now)
