@@ -177,7 +177,7 @@ os.write(int(sys.argv[2]), " ".join(map(str, facts)).encode())
             child, command = ChildProcess(), (sys.executable, "-m", "write_facts", name)
             with (tmp_path / "facts").open("w+b") as file, (tmp_path / "log").open("wb") as log:
                 fds = [file.fileno()]
-                assert await child.start_preforked(client, ("colorsys",), command, log.fileno(), pass_fds=fds)
+                assert await child.spawn_preforked(client, ("colorsys",), command, log.fileno(), pass_fds=fds)
                 assert await asyncio.wait_for(child.wait(), 60) == 0, (tmp_path / "log").read_text()
                 await child.stop()
                 facts.append((tmp_path / "facts").read_text().split())

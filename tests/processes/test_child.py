@@ -33,7 +33,7 @@ from ramify.processes.child import ChildProcess
 
 async def main():
     child = ChildProcess(stop_timeout=1.0)
-    await child.start(sys.argv[1:], 1)
+    await child.spawn(sys.argv[1:], 1)
     await child.wait()
 
 asyncio.run(main())
@@ -43,7 +43,7 @@ asyncio.run(main())
 async def start(tmp_path: Path, *command: str, stop_timeout: float = 5.0) -> tuple[ChildProcess, ProcessLog]:
     child, log = ChildProcess(stop_timeout=stop_timeout), ProcessLog(tmp_path / "logs" / "child.log")
     with log.open() as output:
-        await child.start(command, output.fileno())
+        await child.spawn(command, output.fileno())
     return child, log
 
 
@@ -79,7 +79,7 @@ async def test_stop_before_start_does_nothing():
 async def test_signal_to_a_starting_process_is_sent_when_its_pid_is_known(tmp_path, is_cancelled):
     child = ChildProcess()
     with (tmp_path / "log").open("wb") as output:
-        starting = asyncio.create_task(child.start((*PYTHON, RUNS_FOREVER), output.fileno()))
+        starting = asyncio.create_task(child.spawn((*PYTHON, RUNS_FOREVER), output.fileno()))
         await asyncio.sleep(0)
         assert child.pid == 0
         child.send_signal(signal.SIGTERM)
@@ -94,7 +94,7 @@ async def test_process_whose_watcher_reports_nothing_is_refused_and_killed(tmp_p
     child = ChildProcess(stop_timeout=0.1, start_timeout=0.3)
     log = ProcessLog(tmp_path / "child.log")
     with log.open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within 0.3 s"):
-        await child.start((*PYTHON, IGNORES_SIGTERM), output.fileno(), command_forks_watcher=True)
+        await child.spawn((*PYTHON, IGNORES_SIGTERM), output.fileno(), command_forks_watcher=True)
     await wait_until_up(child, log)
     pid = child._watcher_pid  # of the command, which never became a watcher
     assert is_running(pid)
@@ -109,7 +109,7 @@ async def test_command_that_the_system_refuses_has_a_named_error(tmp_path):
         (tmp_path / "log").open("wb") as output,
         pytest.raises(ProcessDied, match=r"true cannot be started: .*too long"),
     ):
-        await child.start(("true", "x" * (1 << 20)), output.fileno())
+        await child.spawn(("true", "x" * (1 << 20)), output.fileno())
     assert await child.stop() is None
 
 
@@ -195,7 +195,7 @@ def late_watcher(tmp_path) -> dict:
 async def test_start_of_a_detached_watcher_does_not_block_the_loop(tmp_path, blocked_watcher):
     child = ChildProcess(is_detached=True, watcher_command=blocked_watcher)
     with ProcessLog(tmp_path / "log").open() as output:
-        starting = asyncio.create_task(child.start((*PYTHON, RUNS_FOREVER), output.fileno()))
+        starting = asyncio.create_task(child.spawn((*PYTHON, RUNS_FOREVER), output.fileno()))
         while child._control_socket is None:  # the watcher is being started
             await asyncio.sleep(0)
         (tmp_path / "file").touch()
@@ -207,7 +207,7 @@ async def test_detached_watcher_that_does_not_start_in_time_is_named_and_killed(
     command = (*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')")
     child = ChildProcess(is_detached=True, start_timeout=0.2, watcher_command=blocked_watcher)
     with ProcessLog(tmp_path / "log").open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within"):
-        await child.start(command, output.fileno())
+        await child.spawn(command, output.fileno())
     assert await child.stop() == EXIT_NOT_STARTED
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal() and _mentions(path, tmp_path)]
     assert pids == []
@@ -217,7 +217,7 @@ async def test_start_that_timed_out_is_no_exit_until_its_watcher_is_gone(tmp_pat
     child = ChildProcess(is_detached=True, **late_watcher)
     child.set_lease_end(read_lease_clock() + 60)
     with ProcessLog(tmp_path / "log").open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within"):
-        await child.start((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"), output.fileno())
+        await child.spawn((*PYTHON, f"open({str(tmp_path / 'started')!r}, 'w')"), output.fileno())
     assert not child.has_exited  # its watcher may still start it
     child.request_stop()
     assert not child.has_exited
@@ -231,7 +231,7 @@ async def test_start_that_timed_out_is_no_exit_until_its_watcher_is_gone(tmp_pat
 async def test_process_that_starts_after_its_timeout_can_be_stopped(tmp_path, late_watcher):
     child, log = ChildProcess(is_detached=True, **late_watcher), ProcessLog(tmp_path / "log")
     with log.open() as output, pytest.raises(DeadlineExceeded, match=r"did not start within"):
-        await child.start((*PYTHON, RUNS_FOREVER), output.fileno())
+        await child.spawn((*PYTHON, RUNS_FOREVER), output.fileno())
     (tmp_path / "file").touch()
     await wait_until_up(child, log)
     assert child.pid and not child.has_exited

@@ -25,7 +25,7 @@ from ramify.processes.child import ChildProcess
 
 async def main():
     child = ChildProcess()
-    await child.start(sys.argv[2:], 1)
+    await child.spawn(sys.argv[2:], 1)
     sys.stdin.readline()
     child.set_lease_end(read_lease_clock() + float(sys.argv[1]))
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -40,7 +40,7 @@ async def start(tmp_path, code: str, lease_end: float | None) -> tuple[ChildProc
     if lease_end is not None:
         child.set_lease_end(lease_end)
     with log.open() as output:
-        await child.start((*PYTHON, code), output.fileno())
+        await child.spawn((*PYTHON, code), output.fileno())
     await async_wait_until(lambda: log.tail().count(" ") == 1 and not log.tail().startswith("("), "the pids")
     return child, [int(pid) for pid in log.tail().split()]
 
@@ -82,7 +82,7 @@ async def test_lease_that_has_ended_kills_at_once(tmp_path):
     child = ChildProcess()
     child.set_lease_end(read_lease_clock() - 1)
     with (tmp_path / "log").open("wb") as output:
-        await child.start((*PYTHON, "import signal; signal.pause()"), output.fileno())
+        await child.spawn((*PYTHON, "import signal; signal.pause()"), output.fileno())
     assert await child.wait() == 128 + signal.SIGKILL
     await child.stop()
 

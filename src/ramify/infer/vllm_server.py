@@ -98,7 +98,7 @@ class VLLMServer(AsyncService):
         self.state = VLLMServerState.STARTING
         try:
             with self.log.open() as log:
-                await self._child.start(self.build_command(), log.fileno(), env=self.build_environment())
+                await self._child.spawn(self.build_command(), log.fileno(), env=self.build_environment())
             await self._wait_until_ready()
         except BaseException:
             await self.close()

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Generator, Sequence
 from functools import cached_property
@@ -91,8 +90,8 @@ class LocalLauncher:
         ]
 
 
-class LocalSlot:
-    """The place of one execution of a process on this machine.
+class LocalSlot(ChildProcess):
+    """The place of one execution of a process on this machine, and that process.
 
     `reservation` holds its port, and is closed by its owner. `directory` is for its files; without one, a temporary one
     is created on first use. `gpus` are the GPUs that it sees; None: all that this process sees. `ChildProcess`
@@ -114,12 +113,12 @@ class LocalSlot:
         is_detached: bool = False,
         stop_timeout: float = STOP_TIMEOUT,
     ) -> None:
+        super().__init__(stop_timeout=stop_timeout, is_detached=is_detached)
         self.host, self._reservation, self._prefork_client = host, reservation, prefork_client
         address = next(iter(reservation.addresses.values())) if reservation is not None else ""
         self.port = urlsplit(address).port or 0
         self._given_directory, self._gpus = directory, gpus
         self._directory: SlotDirectory | None = None
-        self._child = ChildProcess(stop_timeout=stop_timeout, is_detached=is_detached)
 
     @property
     def directory(self) -> Path:
@@ -129,16 +128,6 @@ class LocalSlot:
         if self._directory is None:
             self._directory = SlotDirectory()
         return self._directory.path
-
-    @property
-    def has_exited(self) -> bool:
-        """Whether no process runs in the slot."""
-        return self._child.has_exited
-
-    @property
-    def pid(self) -> int:
-        """Process id; 0 until it is known."""
-        return self._child.pid
 
     async def start(self, start: ProcessStart, log: ProcessLog) -> None:
         """Write the files and start the process, forked from the fork server if that is possible."""
@@ -153,42 +142,18 @@ class LocalSlot:
                 self._reservation.close()
             if ports := self._reservation.format_ports():
                 env[RESERVED_PORTS_VARIABLE] = ports
-        client, child, command = self._prefork_client, self._child, start.command
+        client, modules, command = self._prefork_client, start.preload_modules, start.command
         with storage_call(log.path):
             output = log.open()
         with output:
             fd = output.fileno()
-            if client is None or not await child.start_preforked(client, start.preload_modules, command, fd, env=env):
-                await child.start(command, fd, env=env)
-
-    def poll(self) -> int | None:
-        """Return the exit code if the process and its descendants have exited, else None."""
-        return self._child.poll()
-
-    async def wait(self) -> int:
-        """Wait until the process and its descendants have exited, and return the exit code."""
-        return await self._child.wait()
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process if it runs; before it has started, as soon as it has."""
-        self._child.send_signal(number)
-
-    def set_lease_end(self, lease_end: float) -> None:
-        """Let the watcher kill the process and its descendants at this time of the lease clock."""
-        self._child.set_lease_end(lease_end)
-
-    def request_stop(self) -> None:
-        """Let the watcher stop the process."""
-        self._child.request_stop()
-
-    async def kill(self) -> None:
-        """Kill the process; its watcher kills the descendants."""
-        await self._child.kill()
+            if client is None or not await self.spawn_preforked(client, modules, command, fd, env=env):
+                await self.spawn(command, fd, env=env)
 
     async def stop(self) -> int | None:
         """Stop the process, and remove its temporary directory."""
         try:
-            return await self._child.stop()
+            return await super().stop()
         finally:
             if self._directory is not None:
                 self._directory.remove()

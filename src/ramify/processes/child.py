@@ -32,7 +32,7 @@ PREFORK_TIMEOUT = 120.0  # the same, for the fork server, which may still be imp
 
 
 class ChildProcess:
-    """One execution of a command. Call `start` once, and `stop` in any case.
+    """One execution of a command. Call `spawn` once, and `stop` in any case.
 
     A signal or the end of a lease that comes before the start applies to the command that is started.
 
@@ -70,14 +70,14 @@ class ChildProcess:
     def set_lease_end(self, lease_end: float) -> None:
         """Let the watcher kill the process and its descendants at this time of CLOCK_BOOTTIME.
 
-        A later call moves the time. Before `start` it is kept for the process that is started.
+        A later call moves the time. Before `spawn` it is kept for the process that is started.
         """
         self._lease_end = lease_end
         if self._control_socket is not None:
             with contextlib.suppress(OSError):  # the watcher has exited
                 self._control_socket.send(str(lease_end).encode())
 
-    async def start(
+    async def spawn(
         self,
         command: Sequence[str],
         output_fd: int,
@@ -124,7 +124,7 @@ class ChildProcess:
         except OSError as error:
             raise ProcessDied(f"{command[0]} cannot be started: {error.strerror}") from error
 
-    async def start_preforked(
+    async def spawn_preforked(
         self,
         client: PreforkClient,
         modules: Sequence[str],
@@ -137,7 +137,7 @@ class ChildProcess:
     ) -> bool:
         """Fork the process from a fork server that has imported `modules`; return False if it cannot be forked.
 
-        The options are the same as for `start`.
+        The options are the same as for `spawn`.
         """
         stop_timeout, env = None if command_forks_watcher else self.stop_timeout, {**CHILD_VARIABLES, **(env or {})}
         with contextlib.suppress(OSError):  # a TimeoutError is one, too

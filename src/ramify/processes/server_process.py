@@ -17,7 +17,7 @@ ADDRESS_PATTERN = re.compile(r"^serving .+ at (\S+)$", re.MULTILINE)
 POLL_INTERVAL = 0.05  # seconds between two looks at the log
 
 
-class ServerProcess:
+class ServerProcess(ChildProcess):
     """One process that serves. Start it once, stop it once; it is also an async context manager.
 
     Attributes:
@@ -41,16 +41,11 @@ class ServerProcess:
         stop_timeout: float,
         python: str | None = None,
     ) -> None:
+        super().__init__(stop_timeout=stop_timeout)
         self.config_path, self.log, self.address = config_path, ProcessLog(log_path), ""
-        self._config, self._start_timeout = config, start_timeout
+        self._config, self._ready_timeout = config, start_timeout
         ramify = RAMIFY_COMMAND if python is None else (python, *RAMIFY_COMMAND[1:])
         self._command = (*ramify, command, "@", str(config_path))
-        self._child = ChildProcess(stop_timeout=stop_timeout)
-
-    @property
-    def pid(self) -> int:
-        """The process id; 0 before `start`."""
-        return self._child.pid
 
     def open_files(self) -> IO[bytes]:
         """Write the configuration file, and open the log."""
@@ -65,7 +60,7 @@ class ServerProcess:
         log = self.open_files()
         try:
             with log:
-                await self._child.start(self._command, log.fileno())
+                await self.spawn(self._command, log.fileno())
             await self._wait_for_address()
         except BaseException:
             await self.stop()
@@ -75,13 +70,13 @@ class ServerProcess:
     async def _wait_for_address(self) -> None:
         try:
             is_ready = await wait_until_ready(
-                self._child.poll, self._has_address, timeout=self._start_timeout, poll_interval=POLL_INTERVAL
+                self.poll, self._has_address, timeout=self._ready_timeout, poll_interval=POLL_INTERVAL
             )
         except TimeoutError:
-            message = f"{self.title} was not ready within {self._start_timeout:g} s"
+            message = f"{self.title} was not ready within {self._ready_timeout:g} s"
             raise DeadlineExceeded(f"{message}; {self.log.describe_tail()}") from None
         if not is_ready:
-            code, failure = await self._child.wait(), self.log.read_failure()
+            code, failure = await self.wait(), self.log.read_failure()
             if isinstance(failure, ConfigInvalid):
                 raise failure
             raise self.exit_error(f"{self.title} {describe_exit(code)}; {self.log.describe_tail()}")
@@ -90,14 +85,6 @@ class ServerProcess:
         match = ADDRESS_PATTERN.search(self.log.tail(None))
         self.address = match[1] if match else ""
         return bool(match)
-
-    async def stop(self) -> int | None:
-        """Stop the process and all its descendants; return its exit code, None if it was never started."""
-        return await self._child.stop()
-
-    async def wait(self) -> int:
-        """Wait until the process has exited, and return its exit code."""
-        return await self._child.wait()
 
     async def __aenter__(self) -> Self:
         return await self.start()

@@ -97,7 +97,7 @@ async def test_stopped_and_killed_sandboxes_leave_no_zombie(tmp_path):
         child = ChildProcess()
         log = ProcessLog(tmp_path / "log")
         with log.open() as output:
-            await child.start((sys.executable, "-c", LEAVES_ZOMBIES, str(NUM_SANDBOXES)), output.fileno())
+            await child.spawn((sys.executable, "-c", LEAVES_ZOMBIES, str(NUM_SANDBOXES)), output.fileno())
         try:
             assert await child.wait() == 0, log.tail()
         finally:

@@ -163,11 +163,11 @@ class WorkerProcess:
         """Fork the process from the fork server if that is possible; start it directly if not."""
         options: Mapping[str, Any] = {"env": env, "pass_fds": fds, "command_forks_watcher": True}
         client, child = self._prefork_client, self._child
-        if client is not None and await child.start_preforked(client, PRELOAD_MODULES, command, output_fd, **options):
+        if client is not None and await child.spawn_preforked(client, PRELOAD_MODULES, command, output_fd, **options):
             return
         if self.is_boot_aborted:
             raise self._boot_error("was stopped")
-        await child.start(command, output_fd, **options)
+        await child.spawn(command, output_fd, **options)
 
     def _boot_error(self, exit_description: str) -> ProcessDied:
         tail = "\n".join(self._output.tail if self._output is not None else ())
