@@ -14,7 +14,7 @@ import pytest
 from ramify.cli import main
 from ramify.core.config import write_toml
 from ramify.core.errors import ConfigInvalid, PeerLost, RequestCancelled, StorageFailed
-from ramify.processes import server_process
+from ramify.rollout import server_process
 from ramify.rollout.envserver import EnvClient
 from ramify.rollout.envserver.client import EnvServerProcess
 from tests.support.processes import async_wait_until as wait_until

@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ramify.core.async_calls import AsyncService
 from ramify.core.errors import ProcessDied
 from ramify.env import Task
-from ramify.processes.server_process import ServerProcess
 from ramify.processes.wire import WireClient, WireMessage, WireSettings
 from ramify.rollout.envserver.config import EnvServerConfig
 from ramify.rollout.envserver.messages import (
@@ -26,7 +25,7 @@ from ramify.rollout.envserver.messages import (
     TaskPage,
     TasksRequest,
 )
-from ramify.run.store import storage_call
+from ramify.rollout.server_process import ServerProcess
 from ramify.trace import Episode, Trace, decode_episode, encode_trace
 
 if TYPE_CHECKING:
@@ -171,8 +170,3 @@ class EnvServerProcess(ServerProcess):
         super().__init__(
             "env-server", config, config_path, log_path, start_timeout=start_timeout, stop_timeout=stop_timeout
         )
-
-    def open_files(self) -> IO[bytes]:
-        """Write the configuration file, and open the log. Raises StorageFull or StorageFailed."""
-        with storage_call(self.log.path):
-            return super().open_files()

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from ramify.core.async_calls import call_storage
 from ramify.core.errors import ConfigInvalid, EnvironmentFault, ModelNotFound, ProviderError, RamifyError
@@ -29,11 +28,10 @@ from ramify.model.resolve import (
     resolve_model_path,
 )
 from ramify.processes.interpreter import ENGINE_PYTHON_VARIABLE
-from ramify.processes.server_process import ServerProcess
 from ramify.rollout import Environment
 from ramify.rollout.environment import check_prompt_images
 from ramify.rollout.evals.config import EvalConfig
-from ramify.run.store import storage_call
+from ramify.rollout.server_process import ServerProcess
 
 STOP_TIMEOUT = 10.0  # seconds between SIGTERM and SIGKILL
 
@@ -54,11 +52,6 @@ class EngineProcess(ServerProcess):
             stop_timeout=STOP_TIMEOUT,
             python=os.environ.get(ENGINE_PYTHON_VARIABLE),
         )
-
-    def open_files(self) -> IO[bytes]:
-        """Write the configuration file, and open the log. Raises StorageFull or StorageFailed."""
-        with storage_call(self.log.path):
-            return super().open_files()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,14 @@ The command reads its configuration from a file and prints one line when it is r
 
 import re
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 from ramify.core.config import Config, write_toml
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded, RamifyError
 from ramify.processes.child import RAMIFY_COMMAND, ChildProcess, wait_until_ready
 from ramify.processes.exit import describe_exit
 from ramify.processes.log import ProcessLog
+from ramify.run.store import storage_call
 
 ADDRESS_PATTERN = re.compile(r"^serving .+ at (\S+)$", re.MULTILINE)
 POLL_INTERVAL = 0.05  # seconds between two looks at the log
@@ -47,17 +48,15 @@ class ServerProcess(ChildProcess):
         ramify = RAMIFY_COMMAND if python is None else (python, *RAMIFY_COMMAND[1:])
         self._command = (*ramify, command, "@", str(config_path))
 
-    def open_files(self) -> IO[bytes]:
-        """Write the configuration file, and open the log."""
-        write_toml(self._config, self.config_path)
-        return self.log.open()
-
     async def start(self) -> Self:
         """Start the process and wait until it has printed its address.
 
-        Raises ConfigInvalid, `exit_error` or DeadlineExceeded, with the end of the log, if it does not.
+        Raises ConfigInvalid, `exit_error` or DeadlineExceeded, with the end of the log, if it does not, and StorageFull
+        or StorageFailed.
         """
-        log = self.open_files()
+        with storage_call(self.log.path):
+            write_toml(self._config, self.config_path)
+            log = self.log.open()
         try:
             with log:
                 await self.spawn(self._command, log.fileno())
