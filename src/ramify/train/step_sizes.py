@@ -38,11 +38,9 @@ class SizeOption:
 
 @dataclass(frozen=True, slots=True)
 class SizeChoice:
-    """The sizes chosen for a run, the smallest that it can have, and why AdamW's moments have their format."""
+    """The sizes chosen for a run, and why AdamW's moments have their format."""
 
     option: SizeOption
-    smallest: SizeOption
-    is_fitting: bool
     moments_reason: str
 
 
@@ -122,8 +120,8 @@ def choose_sizes(
         elif option is not None and (chosen is None or chosen.cost > MAX_MOMENTS_COST * option.cost):
             if chosen is not None:
                 reason = f"float32 fits, but is about {chosen.cost / option.cost:.1f} times slower"
-            chosen, smallest = option, options[-1]
-    return SizeChoice(chosen or smallest, smallest, chosen is not None, reason)
+            chosen = option
+    return SizeChoice(chosen or smallest, reason)
 
 
 def explain_step_sizes(choice: SizeChoice, model: ModelSize | None) -> dict[str, str]:
