@@ -155,21 +155,15 @@ class ModelInputs:
         return _build_head_inputs(self.forest, self.token_index, self.input_ids.device)
 
 
-def pad_to_blocks(length: int) -> int:
-    """Return the padded length of a row on a GPU, whose kernels work on blocks of tokens."""
-    return -(-length // BLOCK_SIZE) * BLOCK_SIZE
-
-
 def build_model_inputs(
     forest: Forest,
     *,
     layout: PackLayout = PackLayout.FOREST,
     device: torch.device = CPU,
     attention: AttentionSettings = AttentionSettings(),  # noqa: B008 - immutable
-    padded_length: int | None = None,
     images: StepImages | None = None,
 ) -> ModelInputs:
-    """Build the inputs of a pack on the device, padded to `padded_length`.
+    """Build the inputs of a pack on the device. On a GPU it is padded, because the kernels work on blocks of tokens.
 
     `images` must hold the images of the pack. Raises ModelUnsupported if it is None and the pack has images, or if a
     pack of chains has images.
@@ -179,8 +173,8 @@ def build_model_inputs(
     if forest.media and layout is PackLayout.CHAINS:
         problem = "the model has recurrent layers, and images are not trained in chains"
         raise ModelUnsupported(f"a pack holds images, but {problem}: train a model without such layers on it")
-    if padded_length and padded_length > len(forest):
-        forest = concat_forests([forest, make_padding_forest(padded_length - len(forest))])
+    if device.type == "cuda" and (num_padding := -len(forest) % BLOCK_SIZE):
+        forest = concat_forests([forest, make_padding_forest(num_padding)])
     if layout is PackLayout.CHAINS:
         ids, position, token_index = _build_chain_grid(forest)
         tree_mask = None

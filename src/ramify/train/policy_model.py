@@ -26,7 +26,7 @@ from ramify.model.lora import disable_adapters
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
 from ramify.model.recurrent_layers import add_forest_layers
 from ramify.model.resolve import fetch_config, fetch_model
-from ramify.model.tree_attention import ATTENTION_NAME, BLOCK_SIZE, read_attention_settings
+from ramify.model.tree_attention import ATTENTION_NAME, read_attention_settings
 from ramify.model.vision import build_image_inputs, get_vision_tower
 from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall, Trace, build_forest, concat_forests
 from ramify.trace.forest import START_LOGPROB
@@ -115,13 +115,7 @@ class PolicyModel(nn.Module):
             raise ValueError("the forest has no entries: it needs traces with annotations that are not over `seq_len`")
         (pack,) = pack_forests([forest], sys.maxsize, self.layout)
         device = next(self.parameters()).device
-        inputs = build_model_inputs(
-            pack,
-            layout=self.layout,
-            device=device,
-            attention=self.attention,
-            padded_length=-(-len(pack) // BLOCK_SIZE) * BLOCK_SIZE if device.type == "cuda" else None,
-        )
+        inputs = build_model_inputs(pack, layout=self.layout, device=device, attention=self.attention)
         return inputs.head_inputs.select_entries("rl", self.compute_logprobs(inputs)[0])
 
     def compute_logprobs(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:

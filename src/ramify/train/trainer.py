@@ -26,7 +26,7 @@ from ramify.train.config import TrainerConfig
 from ramify.train.distributed import gather_full_tensor
 from ramify.train.master_weights import MasterWeights
 from ramify.train.metrics import FlopsModel, MetricAccumulator, MetricSums, StepMetrics
-from ramify.train.model_inputs import LoadImage, ModelInputs, StepImages, build_model_inputs, pad_to_blocks
+from ramify.train.model_inputs import LoadImage, ModelInputs, StepImages, build_model_inputs
 from ramify.train.optim import OptimizersContainer
 from ramify.train.policy_model import PolicyModel, PolicyOutput
 from ramify.train.token_stats import TokenStatsWriter
@@ -151,14 +151,8 @@ class Trainer:
         """
         if images is None:
             images = self.encode_images([pack])
-        is_cuda, policy = self.device.type == "cuda", self.policy
         return build_model_inputs(
-            pack,
-            layout=policy.layout,
-            device=self.device,
-            attention=policy.attention,
-            padded_length=pad_to_blocks(len(pack)) if is_cuda else None,
-            images=images,
+            pack, layout=self.policy.layout, device=self.device, attention=self.policy.attention, images=images
         )
 
     def optimizer_step(self, step: int) -> tuple[Tensor, float]:
