@@ -196,7 +196,11 @@ class AttentionMetadata:
         `softcap` limits scores with a tanh; `sinks` [heads] are the scores of a key with the value 0.
         """
         if self.plan is None:
-            return attend_tiles(self, layer_index, query, scaling, window, softcap, sinks)
+            outputs = [
+                attend_tile(self, tile, layer_index, query[tile.start : tile.stop], scaling, window, softcap, sinks)
+                for tile in self.tiles
+            ]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         plan, slots = self.plan, self.pool.slots[layer_index]
         scale = self.pool.head_dim**-0.5 if scaling is None else scaling
         options = {"scaling": scale, "window": window, "softcap": softcap, "sinks": sinks}
@@ -211,23 +215,6 @@ def write_kv(attn_metadata: AttentionMetadata, layer_index: int, key_value: Tens
         if tile.buffer_slots is not None:
             new = key_value[tile.start : tile.stop].reshape(-1, pool.head_dim)
             tile.kv_buffers[layer_index].view(-1, pool.head_dim).index_copy_(0, tile.buffer_slots, new)
-
-
-def attend_tiles(
-    attn_metadata: AttentionMetadata,
-    layer_index: int,
-    query: Tensor,
-    scaling: float | None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Return the attention of [rows, heads, head_dim] queries to the cache; `write_kv` comes before it."""
-    outputs = [
-        attend_tile(attn_metadata, tile, layer_index, query[tile.start : tile.stop], scaling, window, softcap, sinks)
-        for tile in attn_metadata.tiles
-    ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def attend_tile(
