@@ -21,10 +21,7 @@ KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
 
 def build_segments(lengths: list[int], parents: list[int]) -> ForestSegments:
     stop = np.cumsum(lengths)
-    levels: list[int] = []
-    for parent in parents:
-        levels.append(levels[parent] + 1 if parent >= 0 else 0)
-    arrays = (stop - lengths, stop, parents, levels)
+    arrays = (stop - lengths, stop, parents)
     return ForestSegments(*(np.array(array, np.int32) for array in arrays))
 
 

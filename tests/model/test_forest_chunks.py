@@ -59,7 +59,7 @@ def test_a_forest_has_the_chunks_of_its_flat_paths(pack, size):
     chunk_tokens = [chunks.rows[start:stop].tolist() for start, stop in zip(chunks.start, chunks.stop)]
     for leaf in set(range(len(segments))) - set(segments.parent.tolist()):
         path = paths[segments.stop[leaf] - 1]
-        arrays = [0], [len(path)], [-1], [0]
+        arrays = [0], [len(path)], [-1]
         flat = ForestChunks.from_segments(ForestSegments(*(np.array(array, np.int32) for array in arrays)), size)
         np.testing.assert_array_equal(flat.rows, np.arange(len(path)))
         (chunk,) = (index for index, tokens in enumerate(chunk_tokens) if tokens[-1] == path[-1])
@@ -83,7 +83,7 @@ def test_the_rows_of_each_token_are_listed_in_their_order(pack, size):
 
 
 def test_branches_repeat_the_unfinished_chunk_before_their_fork():
-    arrays = [0, 6, 9], [6, 9, 11], [-1, 0, 0], [0, 1, 1]
+    arrays = [0, 6, 9], [6, 9, 11], [-1, 0, 0]
     segments = ForestSegments(*(np.array(array, np.int32) for array in arrays))
     chunks = ForestChunks.from_segments(segments, 4)
     tokens = [chunks.rows[start:stop].tolist() for start, stop in zip(chunks.start, chunks.stop)]
@@ -122,6 +122,6 @@ def test_a_trunk_of_hundreds_of_levels_has_two_rounds():
     levels = 300
     start = np.arange(0, 20 * levels, 10, dtype=np.int32)
     parent = np.array([-1] + [2 * ((index - 1) // 2) for index in range(1, 2 * levels)])
-    segments = ForestSegments(start, start + 10, parent.astype(np.int32), np.zeros(2 * levels, np.int32))
+    segments = ForestSegments(start, start + 10, parent.astype(np.int32))
     tracks = ChunkTracks.from_chunks(ForestChunks.from_segments(segments, 64))
     assert len(tracks.round_first) - 1 == 2

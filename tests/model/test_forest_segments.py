@@ -29,7 +29,6 @@ def test_a_token_sees_its_segment_and_the_segments_above(pack):
         path, above = [segment], segment
         while (above := segments.parent[above]) >= 0:
             path.append(above)
-        assert segments.level[segment] == len(path) - 1
         for token in range(start, segments.stop[segment]):
             for ancestor in path:
                 mask[token, segments.start[ancestor] : min(segments.stop[ancestor], token + 1)] = True

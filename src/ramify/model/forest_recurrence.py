@@ -170,7 +170,7 @@ def measure_kernel_error(
     The reference is PyTorch in float64. Without the correction of the delta rule, it is gated linear attention.
     """
     stop, parent = np.array([6, 9, 14, 17], np.int32) + CHUNK_SIZE, np.array([-1, 0, 0, -1], np.int32)
-    segments = ForestSegments(np.append(np.int32(0), stop[:-1]), stop, parent, (parent + 1).astype(np.int32))
+    segments = ForestSegments(np.append(np.int32(0), stop[:-1]), stop, parent)
     chunks, generator = ForestChunks.from_segments(segments, CHUNK_SIZE), torch.Generator().manual_seed(0)
     shapes = [(key_heads, key_dim), (key_heads, key_dim), (heads, value_dim), (heads, value_dim), (heads,), (heads,)]
     query, key, value, gradient, decay, strength = (

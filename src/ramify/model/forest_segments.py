@@ -23,7 +23,6 @@ class ForestSegments:
     start: Int32Array  # [segments] index of the first token
     stop: Int32Array  # [segments] index after the last token
     parent: Int32Array  # [segments] -1 for a root; a parent comes before its children
-    level: Int32Array  # [segments] number of segments above it
 
     def __len__(self) -> int:
         return len(self.start)
@@ -37,23 +36,12 @@ class ForestSegments:
         is_last = np.append(is_first[1:], True)[: len(table)]
         merged_index = np.append(np.cumsum(is_first) - 1, -1)
         parent = merged_index[table["parent"][is_first]]
-        return cls._with_padding(
-            table["start"][is_first], (table["start"] + table["length"])[is_last], parent, len(forest)
-        )
-
-    @classmethod
-    def _with_padding(
-        cls, start: Int32Array, stop: Int32Array, parent: Int32Array, num_tokens: int
-    ) -> "ForestSegments":
-        gap_start, gap_stop = np.append(0, stop), np.append(start, num_tokens)
+        start, stop = table["start"][is_first], (table["start"] + table["length"])[is_last]
+        gap_start, gap_stop = np.append(0, stop), np.append(start, len(forest))
         is_gap = gap_start < gap_stop
         starts = np.concatenate([start, gap_start[is_gap]])
         order = np.argsort(starts, kind="stable")
         new_index = np.append(np.argsort(order), -1)
         stops = np.concatenate([stop, gap_stop[is_gap]])
         parents = np.concatenate([new_index[parent], np.full(np.count_nonzero(is_gap), -1)])
-        level = np.zeros(len(starts), np.int32)
-        for segment, above in enumerate(parents[order].tolist()):
-            level[segment] = level[above] + 1 if above >= 0 else 0
-        starts, stops, parents = (array[order].astype(np.int32) for array in (starts, stops, parents))
-        return cls(starts, stops, parents, level)
+        return cls(*(array[order].astype(np.int32) for array in (starts, stops, parents)))

@@ -426,7 +426,7 @@ SEGMENT_LENGTHS, SEGMENT_PARENTS = [66, 2, 5, 4], [-1, 0, 0, -1]  # a fork in th
 
 def build_segments() -> ForestSegments:
     stop = np.cumsum(SEGMENT_LENGTHS)
-    arrays = (stop - SEGMENT_LENGTHS, stop, SEGMENT_PARENTS, np.zeros(len(stop)))
+    arrays = (stop - SEGMENT_LENGTHS, stop, SEGMENT_PARENTS)
     return ForestSegments(*(np.array(array, np.int32) for array in arrays))
 
 
@@ -464,10 +464,10 @@ def test_tracks_of_a_forest_are_rounded_like_its_paths():
         tables = TrackTables.from_chunks(ForestChunks.from_segments(segments, CHUNK_SIZE), DEVICE)
         return pass_tracks(*(tensor[index] for tensor in tensors), tables)
 
-    out = compute(list(range(tokens)), starts[:-1].tolist(), starts[1:].tolist(), [-1, 0, 0], [0, 1, 1])
+    out = compute(list(range(tokens)), starts[:-1].tolist(), starts[1:].tolist(), [-1, 0, 0])
     for start, stop in ((70, 73), (73, 133)):
         path = [*range(70), *range(start, stop)]
-        assert torch.equal(out[path], compute(path, [0], [len(path)], [-1], [0]))
+        assert torch.equal(out[path], compute(path, [0], [len(path)], [-1]))
 
 
 def test_sums_of_rows_are_exact_and_in_the_order_of_the_rows():

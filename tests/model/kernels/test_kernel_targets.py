@@ -46,7 +46,7 @@ Launch = tuple[Any, dict[str, Any]]  # kernel, arguments and options
 
 LENGTHS = [100, 3, 70]  # of a prefix and two branches
 STOP = np.cumsum(LENGTHS)
-SEGMENTS = ForestSegments(*(np.array(values, np.int32) for values in (STOP - LENGTHS, STOP, [-1, 0, 0], [0, 1, 1])))
+SEGMENTS = ForestSegments(*(np.array(values, np.int32) for values in (STOP - LENGTHS, STOP, [-1, 0, 0])))
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch, operator: Callable[[], object]) -> list[Launch]:
