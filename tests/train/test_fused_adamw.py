@@ -163,7 +163,7 @@ def test_split_masters_equal_float32_masters_bit_for_bit(weight_decay):
         for part in (gradient, np.zeros_like(gradient)):
             (weight * torch.from_numpy(part)).sum().backward()
         gradient = masters.gradients()[weight].numpy().copy()  # rounded to bfloat16, as the backward pass does
-        optimizers.update(0.5, torch.ones(()))
+        optimizers.step(step, torch.ones(()))
         rate, correction = 0.5 / (1 - beta1 ** (step + 1)), (1 - beta2 ** (step + 1)) ** -0.5
         before, values = values, update_float32(values, gradient, moments, rate, 0.5 * weight_decay, correction)
         joined, state = masters.to_float32(weight).numpy(), optimizers.optimizers[0].state[weight]

@@ -76,17 +76,13 @@ class OptimizersContainer:
         If `grad_norm` is not finite, nothing changes. AdamW checks that on the device, so the host need not wait.
         """
         lr = self.config.lr * compute_lr_factor(self.config.schedule, step, self.total_steps)
-        self.update(lr, grad_norm)
-        return lr
-
-    def update(self, lr: float, grad_norm: Tensor) -> None:
-        """Update the weights with a given learning rate, unless `grad_norm` is not finite."""
         found_inf = (~grad_norm.isfinite()).float()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             if isinstance(optimizer, torch.optim.AdamW) or not found_inf:
                 self._step(optimizer, grad_norm, found_inf)
+        return lr
 
     def try_update(self, grad_norm: Tensor) -> None:
         """Run an update that changes no weight, with the allocations and kernels of a real one.
