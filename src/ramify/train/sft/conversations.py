@@ -7,7 +7,6 @@ calls are JSON text or objects, tools are a list or its JSON, and absent values 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,39 +14,25 @@ import msgspec
 from ramify.core.config.schema import is_dict
 from ramify.core.errors import ConfigInvalid, ImageInvalid, RequestInvalid
 from ramify.env.data_selection import find_data_directory
-from ramify.infer.dialects.media import IMAGE_PART_TYPES, build_dataset_reader, find_image_value
+from ramify.infer.dialects.media import IMAGE_PART_TYPES, ReadUrl, build_dataset_reader, find_image_value
 from ramify.infer.dialects.message_parser import ContentPart, MessageParser
 from ramify.trace import Media, MediaPart, Message, TextPart, ToolCall
 from ramify.train.sft.config import SftDataConfig
 
 
-class ContentParser:
-    """Parses the contents of one dataset, whose files are below `directory`: text, or parts of text and images.
-
-    An image is given inside its part (OpenAI's `image_url`, or `image`, `path` or `url` of a part of type `image`), or
-    in a column of the row that has its images in order. It is a data URL, a file below the directory, bytes, or a table
-    with `bytes` or `path`, as Hugging Face datasets store images. Nothing is downloaded. Equal images are kept once.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._read_url = build_dataset_reader(directory)
-        self._known: dict[str, Media] = {}
-
-    def parse(self, content: Any, row_images: Iterator[Any], media: dict[str, Media]) -> str | tuple[ContentPart, ...]:
-        """Parse a content and add its images to `media`; `row_images` are the row's images that are not used yet.
-
-        Raises RequestInvalid or ImageInvalid.
-        """
-        parser = _RowParser(media=media, read_url=self._read_url, row_images=row_images, known=self._known)
-        return parser.parse_content(content)
-
-
 @dataclass(slots=True)
 class _RowParser(MessageParser):
-    """Parses the contents of one row. An image part that holds no image takes the next one of the row."""
+    """Parses the contents of one row: text, or parts of text and images.
+
+    An image is given inside its part (OpenAI's `image_url`, or `image`, `path` or `url` of a part of type `image`), or
+    in a column of the row that has its images in order. It is a data URL, a file of the dataset, bytes, or a table with
+    `bytes` or `path`, as Hugging Face datasets store images. Nothing is downloaded. Equal images are kept once.
+    """
 
     row_images: Iterator[Any] = field(default_factory=lambda: iter(()))
+    """The images in the column of the row that are not used yet."""
     known: dict[str, Media] = field(default_factory=dict[str, Media])
+    """The images of the dataset so far, by hash."""
 
     def parse_part(self, entry: Any) -> ContentPart:
         if is_dict(entry) and entry.get("type") in IMAGE_PART_TYPES and find_image_value(entry) is None:
@@ -115,11 +100,11 @@ class SftConversation:
 def parse_conversations(rows: Iterable[DatasetRow], config: SftDataConfig) -> list[SftConversation]:
     """Parse every row as a conversation. Raises ConfigInvalid for the first row that is not one."""
     conversations: list[SftConversation] = []
-    content_parser = ContentParser(find_data_directory(config))
+    read_url, known_images = build_dataset_reader(find_data_directory(config)), dict[str, Media]()
     for number, row in enumerate(rows, 1):
         location = f"row {number} of {config.path}"
         try:
-            conversations.append(replace(parse_conversation(row, config, content_parser), location=location))
+            conversations.append(replace(parse_conversation(row, config, read_url, known_images), location=location))
         except (ValueError, KeyError, TypeError, AttributeError, ImageInvalid, RequestInvalid) as error:
             raise ConfigInvalid(f"data: {location} is not a conversation: {error}") from error
     if not conversations:
@@ -127,8 +112,10 @@ def parse_conversations(rows: Iterable[DatasetRow], config: SftDataConfig) -> li
     return conversations
 
 
-def parse_conversation(row: DatasetRow, config: SftDataConfig, content_parser: ContentParser) -> SftConversation:
-    """Parse one row.
+def parse_conversation(
+    row: DatasetRow, config: SftDataConfig, read_url: ReadUrl, known_images: dict[str, Media]
+) -> SftConversation:
+    """Parse one row; `known_images` are the images of the dataset so far, by hash.
 
     Raises ValueError, KeyError, TypeError, AttributeError, ImageInvalid or RequestInvalid if it is not a conversation.
     """
@@ -150,11 +137,10 @@ def parse_conversation(row: DatasetRow, config: SftDataConfig, content_parser: C
         raise ValueError(f"{problem}its own messages; remove system_column")
     if system_column is not None and row[system_column]:
         raw_messages = [{"role": "system", "content": row[system_column]}, *_parse_json(raw_messages)]
-    row_images, media = iter(row.get(config.images_column) or ()), dict[str, Media]()
+    row_images = iter(row.get(config.images_column) or ())
+    parser = _RowParser(read_url=read_url, row_images=row_images, known=known_images)
     raw_messages = list(_parse_json(raw_messages))
-    messages = tuple(
-        parse_message(raw, content_parser.parse(raw.get("content"), row_images, media)) for raw in raw_messages
-    )
+    messages = tuple(parse_message(raw, parser.parse_content(raw.get("content"))) for raw in raw_messages)
     if next(row_images, None) is not None:
         raise ValueError(f"the column {config.images_column!r} has more images than the messages refer to")
     tools = _parse_json(row.get(config.tools_column) or [])
@@ -163,7 +149,7 @@ def parse_conversation(row: DatasetRow, config: SftDataConfig, content_parser: C
         tuple(_parse_json(tool) for tool in tools),
         frozenset(index for index, raw in enumerate(raw_messages) if raw.get(WEIGHT_KEY) == 0),
         _parse_recorded_tokens(row, raw_messages),
-        media,
+        parser.media,
     )
     trained = [message for index, message in enumerate(messages) if conversation.is_trained(index, roles)]
     if any(not isinstance(message.content, str) for message in trained):
