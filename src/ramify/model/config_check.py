@@ -3,12 +3,11 @@
 Importable without torch, which is only loaded for families that may be refused.
 """
 
-import json
 from pathlib import Path
 
 from ramify.core.errors import ModelNotFound
 from ramify.core.hub import is_hub_id
-from ramify.model.resolve import fetch_config, resolve_config_path
+from ramify.model.resolve import fetch_config, read_model_config, resolve_config_path
 
 # Families that are never refused by an ordinary config, so a plan need not import transformers.
 ALWAYS_SUPPORTED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_vl", "smolvlm", "idefics3"}
@@ -41,8 +40,5 @@ def check_model_config(
 
 def is_always_supported(model_dir: Path) -> bool:
     """Return whether no ordinary config of the model's family is refused; False if the config is unreadable."""
-    try:
-        config = json.loads((model_dir / "config.json").read_bytes())
-        return config["model_type"] in ALWAYS_SUPPORTED and "quantization_config" not in config
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+    config = read_model_config(model_dir)
+    return str(config.get("model_type")) in ALWAYS_SUPPORTED and "quantization_config" not in config

@@ -9,6 +9,7 @@ a server do not. `fetch_model` also exports the model of another run, see `run_m
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from ramify.core.errors import ModelNotFound
 from ramify.core.hub import (
@@ -126,18 +127,24 @@ def read_max_positions(model_dir: Path) -> int | None:
 
 def is_loaded_as_text(model_dir: Path) -> bool:
     """Return whether the model is a vision-language model of which only the text part is loaded."""
-    try:
-        return json.loads((model_dir / "config.json").read_bytes())["model_type"] in TEXT_PART_MODEL_TYPES
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+    return str(read_model_config(model_dir).get("model_type")) in TEXT_PART_MODEL_TYPES
 
 
 def _read_number(model_dir: Path, key: str) -> int | None:
+    config = read_model_config(model_dir)
     try:
-        config = json.loads((model_dir / "config.json").read_bytes())
         return int(config[key] if key in config else config["text_config"][key])  # of a vision-language model
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
+
+
+def read_model_config(model_dir: Path) -> dict[str, Any]:
+    """Return the table in a model's config.json; an empty one if it cannot be read."""
+    try:
+        config: Any = json.loads((model_dir / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _first_model_directory(name: str, candidates: list[Path]) -> Path:

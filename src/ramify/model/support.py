@@ -1,6 +1,5 @@
 """What engine and trainer do with a model, by its config alone: the row of `docs/models.md`, and of `ramify doctor`."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from ramify.model.pack_layout import (
     choose_pack_layout,
     describe_pack_layout,
 )
+from ramify.model.resolve import read_model_config
 
 REFUSED = "refused"
 FUSED = "fused"
@@ -176,7 +176,7 @@ def read_directory_support(path: Path) -> ModelSupport:
     try:
         return read_model_support(load_config(path))
     except ModelUnsupported as error:
-        model_type = _read_model_type(path / "config.json")
+        model_type = str(read_model_config(path).get("model_type", "unknown"))
         return ModelSupport(model_type, REFUSED, REFUSED, "no", "no", NOT_TESTED, (str(error),))
 
 
@@ -192,11 +192,3 @@ def check_model_supported(path: Path, *, by_trainer: bool = True, by_engine: boo
             if config.model_type in TEXT_PART_MODEL_TYPES:
                 raise
             raise ModelUnsupported(f"{error}; {VLLM_ADVICE}") from None
-
-
-def _read_model_type(path: Path) -> str:
-    """Return the family that a config names, also if it cannot be loaded."""
-    try:
-        return str(json.loads(path.read_text("utf-8"))["model_type"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unknown"

@@ -23,7 +23,7 @@ from ramify.core.async_calls import map_in_daemon_threads
 from ramify.core.errors import WeightsRefused
 from ramify.core.files import read_bytes, write_and_fsync
 from ramify.core.watchdog import watch_storage
-from ramify.model.pack_layout import TEXT_PART_MODEL_TYPES
+from ramify.model.resolve import is_loaded_as_text, read_model_config
 from ramify.trace.version import PolicyVersion
 
 # The CRC-32 of a file, computed by several threads: one thread would take longer than to write the file.
@@ -198,11 +198,10 @@ def read_tensor_shapes(directory: Path, files: list[str] | None = None) -> dict[
     shapes: dict[str, Shape] = {}
     for name in names:
         shapes.update(_read_safetensors_header(directory / name))
-    config = _read_config(directory)
-    if config.get("tie_word_embeddings"):
+    if read_model_config(directory).get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
     if files is None:
-        tower_names = TOWER_NAMES if config.get("model_type") in TEXT_PART_MODEL_TYPES else ()
+        tower_names = TOWER_NAMES if is_loaded_as_text(directory) else ()
         for name in list(shapes):
             if name.startswith(MTP_PREFIX) or any(part in name for part in tower_names):
                 del shapes[name]
@@ -237,11 +236,3 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError) as error:
         raise WeightsRefused(f"{path} is not a safetensors file: {error!r}") from error
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    try:
-        config: Any = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
