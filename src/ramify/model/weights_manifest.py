@@ -8,10 +8,9 @@ The checksum is a CRC. It protects against bytes that were lost on the way, not 
 manifest as well. Every step of a run waits for it twice, so it has to be as fast as memory.
 """
 
-import contextlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -223,16 +222,9 @@ def check_same_tensors(source: Path | str, actual: Mapping[str, Shape], expected
 
 
 def _read_safetensors_header(path: Path) -> dict[str, Shape]:
-    """Return the shapes in the header of a safetensors file."""
-    with _open_safetensors(path) as file:
-        return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-
-
-@contextlib.contextmanager
-def _open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises WeightsRefused if it cannot be read."""
+    """Return the shapes in the header of a safetensors file. Raises WeightsRefused if it cannot be read."""
     try:
         with safe_open(path, framework="np") as file:
-            yield file
+            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise WeightsRefused(f"{path} is not a safetensors file: {error!r}") from error
