@@ -42,17 +42,19 @@ def compute_crc32(path: Path) -> int:
         size = path.stat().st_size
     starts = range(0, size, PART_BYTES)
     if len(starts) < 2:
-        return _compute_part(path, 0)
-    parts = map_in_daemon_threads(partial(_compute_part, path), starts, max_threads=MAX_THREADS)
+        return compute_part_crc32(path, 0, PART_BYTES)
+    compute = partial(compute_part_crc32, path, num_bytes=PART_BYTES)
+    parts = map_in_daemon_threads(compute, starts, max_threads=MAX_THREADS)
     crc = parts[0]
     for start, part in zip(starts[1:], parts[1:]):
         crc = _append_bytes(crc, min(PART_BYTES, size - start)) ^ part
     return crc
 
 
-def _compute_part(path: Path, start: int) -> int:
-    crc, remaining, buffer = 0, PART_BYTES, memoryview(bytearray(READ_BYTES))
-    with watch_storage(path, PART_BYTES), path.open("rb", buffering=0) as file:
+def compute_part_crc32(path: Path, start: int, num_bytes: int) -> int:
+    """Return the CRC-32 of at most `num_bytes` bytes of a file from `start` on. Raises OSError."""
+    crc, remaining, buffer = 0, num_bytes, memoryview(bytearray(READ_BYTES))
+    with watch_storage(path, num_bytes), path.open("rb", buffering=0) as file:
         file.seek(start)
         while remaining and (size := file.readinto(buffer[:remaining])):
             crc = zlib.crc32(buffer[:size], crc)

@@ -23,6 +23,7 @@ from ramify.core.async_calls import map_in_daemon_threads
 from ramify.core.errors import CheckpointRefused, ConfigInvalid
 from ramify.core.files import read_bytes, write_and_fsync
 from ramify.core.watchdog import watch_storage
+from ramify.model.weights_manifest import compute_part_crc32
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
 from ramify.run.store.run_directory import NEW_RUN_HINT
 from ramify.train.config import OptimConfig
@@ -30,7 +31,6 @@ from ramify.train.config import OptimConfig
 CHECKPOINTS_DIR = "checkpoints"  # in the directory of a run
 MANIFEST_FILE = "checkpoint.json"  # the last file to be written
 PIECE_BYTES = 16 << 20  # covered by one checksum
-READ_BYTES = 1 << 20  # read at once
 MAX_THREADS = 8
 QUANTIZED_SUFFIX = "-8bit"  # of an optimizer whose moments have 8 bits
 _NAME_PATTERN = re.compile(rf"step_(\d{{6,}})(?:-({TOKEN_PATTERN}))?")
@@ -233,14 +233,7 @@ def _verify_piece(path: Path, index: int, expected: str) -> None:
 
 
 def _checksum_piece(path: Path, index: int) -> str:
-    value, buffer = 0, memoryview(bytearray(READ_BYTES))
-    with watch_storage(path, PIECE_BYTES), path.open("rb", buffering=0) as file:
-        file.seek(index * PIECE_BYTES)
-        remaining = PIECE_BYTES
-        while remaining and (size := file.readinto(buffer[:remaining])):
-            value = zlib.crc32(buffer[:size], value)
-            remaining -= size
-    return f"{value:08x}"
+    return f"{compute_part_crc32(path, index * PIECE_BYTES, PIECE_BYTES):08x}"
 
 
 def _count_pieces(size: int) -> int:
