@@ -43,7 +43,7 @@ def train_as_rank(model: Path, directory: Path) -> None:
         CheckpointManager(directory / "checkpoints", ranks).save(trainer, SAVED_STEP, {"ranks": ranks.world_size})
         dtype = choose_trainer_dtype(config, ranks).dtype
         publisher = WeightPublisher(directory / "weights", ranks, policy="p", base_model=model, dtype=dtype)
-        publisher.publish(trainer, 0, SAVED_STEP)
+        publisher.publish(trainer, SAVED_STEP)
         steps += run_steps(trainer, ranks, SAVED_STEP, STEPS)
         weights = dict(iter_merged_weights(trainer))
         if ranks.is_first:

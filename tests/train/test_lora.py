@@ -75,7 +75,7 @@ def test_only_adapters_are_trained_saved_and_loaded(model, tmp_path):
 def test_published_weights_are_the_base_plus_the_adapters(model, tmp_path):
     trainer = train(model, 3, alpha=8)
     publisher = WeightPublisher(tmp_path, SINGLE_RANK, policy="p", base_model=model, dtype=torch.float32)
-    published = publisher.publish(trainer, 0, 3)
+    published = publisher.publish(trainer, 3)
     assert published.version == PolicyVersion("p", 0, 3)
     base, merged = load_file(model / "model.safetensors"), load_file(published.path / "model.safetensors")
     assert base.keys() == merged.keys()
@@ -106,7 +106,7 @@ def test_an_engine_computes_with_published_adapters_as_the_trainer_does(model, t
     trainer = train(model, 3, alpha=8, quantize="8bit")
     adapters = PublishedAdapters(model, 2.0, "8bit")
     settings = {"base_model": model, "dtype": torch.float32, "adapters": adapters, "shares_memory": shares_memory}
-    published = WeightPublisher(tmp_path, SINGLE_RANK, policy="p", **settings).publish(trainer, 0, 3)
+    published = WeightPublisher(tmp_path, SINGLE_RANK, policy="p", **settings).publish(trainer, 3)
     assert published.bytes == sum(value.nbytes for value in trainer.master_weights.parameters())
     add = partial(add_engine_adapters, rank=4, alpha=8, target_modules=[], quantize="8bit")
     engine = load_engine_model(model, dtype="float32", device="cpu", add_adapters=add).module

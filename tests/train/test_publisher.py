@@ -43,7 +43,7 @@ def make_publisher(
 def test_published_weights_are_the_rounded_master_weights_and_match_the_model(model, tmp_path):
     trainer = make_trainer(model, "bfloat16")
     trainer.step(random_batches(1)[0])
-    published = make_publisher(model, tmp_path, torch.bfloat16).publish(trainer, 2, 1)
+    published = make_publisher(model, tmp_path, torch.bfloat16, incarnation=2).publish(trainer, 1)
     assert published.seconds > 0
     assert published.bytes == sum(value.nbytes for _, value in iter_merged_weights(trainer))
     assert verify_weights(published.path, reference_model=model).version == PolicyVersion("p", 2, 1)
@@ -59,7 +59,7 @@ def test_the_text_part_of_a_vision_language_model_is_published_as_a_text_model(t
     (base / "tokenizer.json").write_text("{}")
     trainer = make_trainer(base)
     trainer.step(random_batches(1)[0])
-    published = make_publisher(base, tmp_path).publish(trainer, 0, 1).path
+    published = make_publisher(base, tmp_path).publish(trainer, 1).path
     assert not list(published.glob("*processor_config.json"))
     assert Tokenizer(published).digest == Tokenizer(base).digest
     config = json.loads((published / "config.json").read_text())
@@ -77,10 +77,12 @@ def test_the_text_part_of_a_vision_language_model_is_published_as_a_text_model(t
 
 
 def test_versions_are_removed_only_when_they_are_not_needed(model, tmp_path):
-    trainer, publisher = make_trainer(model), make_publisher(model, tmp_path)
+    trainer, replaced = make_trainer(model), make_publisher(model, tmp_path)
+    publisher = make_publisher(model, tmp_path, incarnation=1)
     (tmp_path / ".0-000009.123").mkdir()
-    for incarnation, step in [(0, 1), (0, 2), (0, 10), (1, 2)]:
-        publisher.publish(trainer, incarnation, step)
+    for step in (1, 2, 10):
+        replaced.publish(trainer, step)
+    publisher.publish(trainer, 2)
     publisher.prune([PolicyVersion("p", 0, 2)])
     assert publisher.list_versions() == [PolicyVersion("p", 0, 2), PolicyVersion("p", 1, 2)]
     publisher.prune([])
@@ -99,7 +101,7 @@ def test_the_published_config_has_the_dtype_of_the_weights_and_files_follow_the_
     old_umask = os.umask(0o027)
     try:
         published = make_publisher(base, tmp_path / "weights", getattr(torch, dtype_name)).publish(
-            make_trainer(model), 0, 1
+            make_trainer(model), 1
         )
     finally:
         os.umask(old_umask)
@@ -117,7 +119,7 @@ def test_with_shared_memory_a_version_is_announced_first_and_its_directory_follo
     publisher = make_publisher(model, tmp_path, shares_memory=True)
     for step in (1, 2, 3):
         trainer.step(random_batches(1)[0])
-        published = publisher.publish(trainer, 0, step)
+        published = publisher.publish(trainer, step)
         announcement = Announcement.read(published.path)
         assert announcement is not None
         assert (announcement.version, announcement.directory) == (published.version, published.path.name)
@@ -149,7 +151,7 @@ def test_a_version_is_withdrawn_before_its_weights_change_in_place(model, tmp_pa
         warn=warnings.append,
     )
     trainer.before_update = publisher.withdraw
-    published = publisher.publish(trainer, 0, 1)
+    published = publisher.publish(trainer, 1)
     announced = {name: tensor.clone() for name, tensor in iter_merged_weights(trainer)}
     metrics = trainer.step(random_batches(1)[0])
     ((version, weights),) = waits
@@ -170,10 +172,10 @@ def test_a_failure_to_write_in_the_background_is_raised_later(model, tmp_path):
     publisher = make_publisher(tmp_path / "missing", directory, shares_memory=True)
     directory.mkdir()
     (directory / "0-000002").symlink_to("nowhere")  # exists() is false, and the rename fails
-    publisher.publish(trainer, 0, 2)
+    publisher.publish(trainer, 2)
     with pytest.raises(StorageFailed):
         publisher.write_last_directory()
-    publisher.publish(trainer, 0, 3)
+    publisher.publish(trainer, 3)
     publisher.write_last_directory()
     assert publisher.list_versions() == [PolicyVersion("p", 0, 3)]
 
@@ -181,7 +183,7 @@ def test_a_failure_to_write_in_the_background_is_raised_later(model, tmp_path):
 def test_the_last_version_is_written_even_if_an_older_one_could_not_be(model, tmp_path):
     publisher = make_publisher(model, tmp_path, shares_memory=True)
     publisher._next_write_time = math.inf  # the version is only announced
-    publisher.publish(make_trainer(model), 0, 2)
+    publisher.publish(make_trainer(model), 2)
     publisher._directory_write = Future()
     publisher._directory_write.set_exception(StorageFailed("version 1 could not be written"))
     publisher.write_last_directory()
@@ -204,7 +206,7 @@ def test_all_ranks_fail_if_the_first_cannot_write_the_last_version(model, tmp_pa
 
 def test_a_new_trainer_withdraws_what_an_earlier_one_announced(model, tmp_path):
     publisher = make_publisher(model, tmp_path, shares_memory=True)
-    publisher.publish(make_trainer(model), 0, 1)
+    publisher.publish(make_trainer(model), 1)
     publisher.write_last_directory()
     make_publisher(model, tmp_path, incarnation=1)
     assert Announcement.read(publisher.path_for(0, 1)) is None
@@ -214,7 +216,7 @@ def test_versions_are_copied_to_an_object_store_and_removed_with_their_directori
     trainer, bucket, warnings = make_trainer(model), tmp_path / "bucket", []
     publisher = make_publisher(model, tmp_path / "weights", url=f"file://{bucket}", warn=warnings.append)
     for step in (1, 2, 3, 4):
-        publisher.publish(trainer, 0, step)
+        publisher.publish(trainer, step)
     publisher.prune([PolicyVersion("p", 0, step) for step in (1, 2)])
     assert sorted(path.name for path in bucket.iterdir()) == ["0-000001", "0-000002", "0-000004"]
     assert verify_weights(bucket / "0-000004", reference_model=model).version.step == 4

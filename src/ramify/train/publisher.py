@@ -95,14 +95,14 @@ class WeightPublisher:
             if match is None or FencingToken.parse(match[1]).number <= incarnation:
                 shutil.rmtree(partial_path, ignore_errors=True)
 
-    def publish(self, trainer: Trainer, incarnation: int, step: int) -> PublishedWeights:
+    def publish(self, trainer: Trainer, step: int) -> PublishedWeights:
         """Publish the weights after `step` steps. A collective: every rank must call it.
 
         Raises StorageFull or StorageFailed; with shared memory, also if an earlier version could not be written.
         """
         started = time.perf_counter()
-        version = PolicyVersion(self.policy, incarnation, step)
-        path = self.path_for(incarnation, step)
+        version = PolicyVersion(self.policy, self.incarnation, step)
+        path = self.path_for(self.incarnation, step)
         with self.ranks.raise_together():
             if self._directory_write is not None and (self._write_every_version or self._directory_write.done()):
                 self._join_write()

@@ -83,13 +83,13 @@ class TrainerProcess:
         publisher = self._open_publisher(registration) if self.save_outputs else None
         token = FencingToken.from_number(registration.incarnation)
         checkpoints = CheckpointManager(config.storage_path / CHECKPOINTS_DIR, self.ranks, token=token, warn=self.log)
-        incarnation, steps_done = registration.incarnation, registration.committed
-        last_saved_step, is_chains = steps_done, trainer.policy.layout is PackLayout.CHAINS
+        steps_done = last_saved_step = registration.committed
+        is_chains = trainer.policy.layout is PackLayout.CHAINS
         if publisher is not None:
             if steps_done:
                 checkpoints.load(trainer, steps_done, name=registration.checkpoint, digest=registration.digest)
             checkpoints.remove_after(steps_done)  # only after the committed one has been verified
-            self._publish(trainer, publisher, incarnation, steps_done)  # engines may serve a version that was lost
+            self._publish(trainer, publisher, steps_done)  # engines may serve a version that was lost
             trainer.before_update = publisher.withdraw
         while True:
             batch: Batch | None = None
@@ -108,7 +108,7 @@ class TrainerProcess:
             steps_done += 1
             checkpoint_requested = self._report_trained(metrics)
             if publisher is not None:
-                self._publish(trainer, publisher, incarnation, steps_done)
+                self._publish(trainer, publisher, steps_done)
                 if checkpoint_requested or steps_done % config.checkpoint.interval == 0:
                     last_saved_step = self._save(
                         trainer, checkpoints, steps_done, last_saved_step, reserved_bytes=self._published_bytes
@@ -174,9 +174,9 @@ class TrainerProcess:
         )
         return checkpoint_requested
 
-    def _publish(self, trainer: Trainer, publisher: WeightPublisher, incarnation: int, step: int) -> None:
+    def _publish(self, trainer: Trainer, publisher: WeightPublisher, step: int) -> None:
         """Publish the weights after `step` steps, and remove versions that no engine needs."""
-        published = publisher.publish(trainer, incarnation, step)
+        published = publisher.publish(trainer, step)
         needed = self.ranks.call_on_first(lambda: self.batch_source.report_published(published.version, published.path))
         if needed is not None:
             publisher.prune(needed)

@@ -254,7 +254,7 @@ class _SftRun:
 
     def _publish(self, trainer: Trainer) -> Path:
         """Write the weights of this step, remove earlier ones, and return the directory."""
-        published = self.publisher.publish(trainer, 0, self.steps_done)
+        published = self.publisher.publish(trainer, self.steps_done)
         self.publisher.prune([published.version])
         self.display.print_line(f"wrote {published.path} in {published.seconds:.1f} s")
         return published.path
