@@ -23,9 +23,9 @@ from ramify.run.store.run_store import build_fact_change
 from ramify.train.checkpoint_manifest import (
     CHECKPOINTS_DIR,
     find_committed_checkpoint,
+    get_checkpoint_step,
     list_checkpoints,
     list_completed_steps,
-    parse_checkpoint_name,
     verify_checkpoint,
 )
 
@@ -79,11 +79,7 @@ def _roll_back_ledger(ledger: Ledger, step: int, checkpoint: Path) -> int:
 
 def _rename_newer(run: Path, step: int) -> list[Path]:
     """Rename the checkpoints and the exported models after `step`, so that they are not used; return the new paths."""
-    saved = [
-        (name[0], path)
-        for path in list_checkpoints(run / CHECKPOINTS_DIR)
-        if (name := parse_checkpoint_name(path.name))
-    ]
+    saved = [(get_checkpoint_step(path), path) for path in list_checkpoints(run / CHECKPOINTS_DIR)]
     models = [(number, path) for path in sorted((run / MODELS_DIR).glob("*")) if (number := find_model_step(run, path))]
     return [_rename_aside(path) for number, path in [*saved, *models] if number > step]
 

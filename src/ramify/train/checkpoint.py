@@ -42,6 +42,7 @@ from ramify.train.checkpoint_manifest import (
     compute_manifest_digest,
     find_committed_checkpoint,
     find_intact_step,
+    get_checkpoint_step,
     get_step_directory,
     list_checkpoints,
     list_saved_steps,
@@ -237,9 +238,8 @@ class CheckpointManager:
     def _remove(self, is_obsolete: Callable[[int], bool]) -> None:
         """Remove the checkpoints of obsolete steps, on the first rank."""
         for path in list_checkpoints(self.directory) if self.ranks.is_first else ():
-            name = parse_checkpoint_name(path.name)
             is_saved = (path / MANIFEST_FILE).exists()
-            if name is not None and is_saved and is_obsolete(name[0]) and self._may_remove(path.name):
+            if is_saved and is_obsolete(get_checkpoint_step(path)) and self._may_remove(path.name):
                 remove_directory(path)
         self.ranks.barrier()
 

@@ -172,40 +172,37 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return [path for _, path in sorted((name, path) for path, name in names.items() if name is not None)]
 
 
-def find_checkpoint(directory: Path, step: int) -> Path | None:
-    """Return the checkpoint of a step, of the newest trainer if there are several; None if there is none."""
-    paths = [path for path in list_checkpoints(directory) if _get_step(path) == step]
-    return paths[-1] if paths else None
-
-
 def find_committed_checkpoint(directory: Path, step: int, name: str = "") -> Path:
     """Return the checkpoint of a step: the one with the name that was committed, else the newest of the step."""
-    return directory / name if name else find_checkpoint(directory, step) or get_step_directory(directory, step)
+    if name:
+        return directory / name
+    paths = [path for path in list_checkpoints(directory) if get_checkpoint_step(path) == step]
+    return paths[-1] if paths else get_step_directory(directory, step)
 
 
 def list_saved_steps(directory: Path) -> list[int]:
     """Return the steps whose checkpoints have a manifest, in rising order. They may be damaged."""
-    return sorted({_get_step(path) for path in list_checkpoints(directory) if (path / MANIFEST_FILE).exists()})
+    saved = (path for path in list_checkpoints(directory) if (path / MANIFEST_FILE).exists())
+    return sorted({get_checkpoint_step(path) for path in saved})
 
 
 def list_completed_steps(directory: Path) -> list[int]:
     """Return the steps whose checkpoints were completed, in rising order, even if files are missing now."""
-    return sorted({_get_step(path) for path in list_checkpoints(directory)})
+    return sorted({get_checkpoint_step(path) for path in list_checkpoints(directory)})
 
 
 def find_intact_step(directory: Path, before: int) -> int | None:
     """Return the newest step below `before` whose checkpoint passes verification; None if there is none."""
     for path in reversed(list_checkpoints(directory)):
-        try:
-            if _get_step(path) < before:
+        if (step := get_checkpoint_step(path)) < before:
+            with contextlib.suppress(CheckpointRefused):
                 verify_checkpoint(path)
-                return _get_step(path)
-        except CheckpointRefused:
-            continue
+                return step
     return None
 
 
-def _get_step(path: Path) -> int:
+def get_checkpoint_step(path: Path) -> int:
+    """Return the step of a checkpoint that `list_checkpoints` has found."""
     name = parse_checkpoint_name(path.name)
     assert name is not None
     return name[0]
