@@ -25,7 +25,6 @@ class Idefics3Family:
     """
 
     name = "idefics3"
-    image_token = "<image>"
     marker = "<image>"
 
     def __init__(
@@ -55,7 +54,7 @@ class Idefics3Family:
 
     def placeholder_text(self, layout: ImageLayout) -> str:
         """Return the image tokens of all tiles, with the tokens and line breaks that separate them."""
-        tokens = self.image_token * self._tokens_per_tile
+        tokens = self.marker * self._tokens_per_tile
         whole_image = f"<fake_token_around_image><global-img>{tokens}<fake_token_around_image>"
         if layout.num_tokens == self._tokens_per_tile:
             return whole_image

@@ -18,12 +18,11 @@ class ImageFamily(Protocol):
     """The images of one model.
 
     - `name`: the name of the family.
-    - `image_token`, `image_token_id`: the token that gets an embedding of the image, once per embedding.
-    - `marker`: what a chat template writes for an image.
+    - `image_token_id`: the token that gets an embedding of the image, once per embedding.
+    - `marker`: its text, which a chat template writes once for an image.
     """
 
     name: str
-    image_token: str
     image_token_id: int
     marker: str
 

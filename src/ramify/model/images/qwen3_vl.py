@@ -23,7 +23,6 @@ class Qwen3VLFamily:
     """The image family of a Qwen3-VL model, from its config and its preprocessor config."""
 
     name = "qwen3_vl"
-    image_token = "<|image_pad|>"
     marker = "<|image_pad|>"
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
@@ -55,7 +54,7 @@ class Qwen3VLFamily:
 
     def placeholder_text(self, layout: ImageLayout) -> str:
         """Return one image token per embedding; the template writes the tokens around them."""
-        return self.image_token * layout.num_tokens
+        return self.marker * layout.num_tokens
 
     def _find_size(self, height: int, width: int) -> tuple[int, int]:
         """Return a size of about the same shape whose sides are multiples of a token's and whose area is allowed."""
