@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from ramify.core.errors import EngineIncompatible, ModelUnsupported, RamifyError
 from ramify.model.device_memory import is_out_of_memory
@@ -187,7 +186,6 @@ def load_policy(
     config = load_config(model if isinstance(model, Path) else fetch_config(model))
     layout = choose_pack_layout(config)  # raises before weights are downloaded or read
     path = model if isinstance(model, Path) else fetch_model(model)
-    logging.disable_progress_bar()
     module = load_hf_model(path, config, dtype, get_attention_name(layout), keep_precision=keep_precision)
     policy = PolicyModel(module, layout, rl_loss)
     with _compute_in_float32(policy):
