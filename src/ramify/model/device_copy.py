@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The peaks of known GPUs, which utilization is measured against. Importable without torch.
-
 
 class DevicePeaks(NamedTuple):
     """What a device does per second at most: dense operations in bfloat16, and bytes from its memory."""

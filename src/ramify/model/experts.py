@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# The types of layers, as a model's config names them in `layer_types`. Importable without torch.
-
+# The types of layers, as a model's config names them in `layer_types`.
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # keep keys and values of every token
 RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv"})  # keep a state of fixed size
 LAYER_TYPE_ALIASES = {"mamba": "linear_attention", "attention": "full_attention"}  # in published configs
 OUTER_MATRIX_NAMES = ("embed", "lm_head", "wte", "wpe")  # parts of the names of matrices outside the layers
-
 
 COUNT_SETTINGS = ("num_local_experts", "num_experts", "n_routed_experts")
 ACTIVE_COUNT_SETTINGS = ("num_experts_per_tok", "num_experts_per_token")

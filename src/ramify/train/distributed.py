@@ -6,8 +6,6 @@ not depend on the number of ranks. Ranks run collectives in every pack, so the l
 `COLLECTIVE_TIMEOUT`. Ranks are started by torchrun, or by a launcher as a gang (`join_gang`).
 """
 
-# The stores are documented as part of torch.distributed, which does not list them in __all__.
-
 import contextlib
 import os
 import socket
