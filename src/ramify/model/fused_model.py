@@ -117,7 +117,7 @@ def build_fused_model(
         if planned:
             from ramify.model.kernels.cuda.decoder import CudaDecoderOps  # needs Triton
 
-            fused.ops = CudaDecoderOps(fused.sizes)
+            fused.ops = CudaDecoderOps(fused.sizes, "Triton")
             _check_products(fused.weights.layers)
         elif state_specs:
             fused.ops = DecoderOps(fused.sizes, "torch (recurrent layers)")

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.kernels.cuda.quantized_products import multiply
 from ramify.model.kernels.cuda.recurrent_ops import compute_recurrent_layer
-from ramify.model.kernels.decoder_ops import DecoderOps, DecoderSizes, DecoderWeights, LayerWeights, Matrix, scale_rows
+from ramify.model.kernels.decoder_ops import DecoderOps, DecoderWeights, LayerWeights, Matrix, scale_rows
 from ramify.model.kernels.paged_attention import AttentionMetadata
 from ramify.model.kernels.quantization import QuantizedMatrix
 from ramify.model.kernels.recurrent_ops import RecurrentWeights
@@ -128,9 +128,6 @@ def _silu_product(GATE_UP, OUT, INNER: tl.constexpr, BLOCK: tl.constexpr):
 
 class CudaDecoderOps(DecoderOps):
     """One decoder step with these kernels. The step's metadata must have a plan."""
-
-    def __init__(self, sizes: DecoderSizes, description: str = "Triton") -> None:
-        super().__init__(sizes, description)
 
     def forward(
         self,
