@@ -12,8 +12,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
-from ramify.model.forest_chunks import ForestChunks
-from ramify.model.forest_segments import ForestSegments
+from ramify.model.forest_chunks import ForestChunks, ForestSegments
 
 LENGTHS, PARENTS = [70, 3, 40, 1, 9, 130, 5], [-1, 0, 1, 1, 0, -1, 5]  # of segments: two trees
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 6

@@ -13,8 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
 from ramify.model.device_copy import copy_to_device
-from ramify.model.forest_chunks import ChunkTracks, ForestChunks, find_ancestors
-from ramify.model.forest_segments import ForestSegments
+from ramify.model.forest_chunks import ChunkTracks, ForestChunks, ForestSegments, find_ancestors
 from ramify.model.kernels.chunk_plan import CHUNK_SIZE, round_up_width
 from ramify.model.pack_layout import MAX_CONV_WIDTH
 from ramify.trace import Forest

@@ -18,7 +18,7 @@ from ramify.infer.cuda_runner import CudaModelRunner
 from ramify.infer.request import SamplingParams
 from ramify.infer.sampler import uniform_noise
 from ramify.model.delta_rule import ChunkBatch, gated_delta_rule
-from ramify.model.forest_chunks import ForestChunks, find_ancestors
+from ramify.model.forest_chunks import ForestChunks, ForestSegments, find_ancestors
 from ramify.model.forest_recurrence import (
     PathTables,
     TrackTables,
@@ -26,7 +26,6 @@ from ramify.model.forest_recurrence import (
     measure_kernel_error,
     pass_tracks,
 )
-from ramify.model.forest_segments import ForestSegments
 from ramify.model.fused_model import _check_products, build_fused_model
 from ramify.model.kernels import attention_plan
 from ramify.model.kernels.attention_plan import build_plan, order_by_prefix

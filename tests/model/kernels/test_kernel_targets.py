@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import ramify
-from ramify.model.forest_chunks import ForestChunks, find_ancestors
-from ramify.model.forest_segments import ForestSegments
+from ramify.model.forest_chunks import ForestChunks, ForestSegments, find_ancestors
 from ramify.model.kernels.attention_plan import build_plan
 from ramify.model.kernels.chunk_plan import CHUNK_SIZE, plan_chunks
 from ramify.model.kernels.decoder_ops import DecoderSizes, DecoderWeights, LayerWeights
