@@ -5,7 +5,6 @@ An env worker has one event loop for all its rollouts, and an image may take sec
 """
 
 import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from ramify.core.bounded_cache import BoundedCache
@@ -26,16 +25,14 @@ class ImageCache:
 
     def __init__(self, family: ImageFamily, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self.family = family
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._images: dict[str, ProcessedImage] = {}  # by hash, the least recently used first
+        self._images: BoundedCache[str, ProcessedImage]
+        self._images = BoundedCache(max_bytes, measure=lambda image: image.num_bytes)
         self._layouts: BoundedCache[str, ImageLayout] = BoundedCache(MAX_LAYOUTS)
-        self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")  # starts with the first image
 
     def process(self, media: Media) -> ProcessedImage:
         """Return the processed image of `media`; this may take seconds. Raises ImageInvalid."""
-        image = self._find(media.hash)
+        image = self._images.get(media.hash)
         return self._worker.submit(self._find_or_process, media).result() if image is None else image
 
     async def process_async(self, media: Media) -> ProcessedImage:
@@ -43,7 +40,7 @@ class ImageCache:
 
         If the caller is cancelled before the image's turn comes, the image is not processed.
         """
-        image = self._find(media.hash)
+        image = self._images.get(media.hash)
         if image is None:
             image = await asyncio.wrap_future(self._worker.submit(self._find_or_process, media))
         return image
@@ -58,23 +55,9 @@ class ImageCache:
         return self._layouts.get(hash)
 
     def _find_or_process(self, media: Media) -> ProcessedImage:
-        image = self._find(media.hash)  # it may have been processed while this call waited
+        image = self._images.get(media.hash)  # it may have been processed while this call waited
         if image is None:
             image = self.family.process(media)
-            self._add(image)
+            self._layouts.put(image.hash, image.layout)
+            self._images.put(image.hash, image)
         return image
-
-    def _find(self, hash: str) -> ProcessedImage | None:
-        with self._lock:
-            image = self._images.pop(hash, None)
-            if image is not None:
-                self._images[hash] = image
-            return image
-
-    def _add(self, image: ProcessedImage) -> None:
-        self._layouts.put(image.hash, image.layout)
-        with self._lock:
-            self._images[image.hash] = image
-            self._num_bytes += image.num_bytes
-            while self._num_bytes > self._max_bytes and len(self._images) > 1:
-                self._num_bytes -= self._images.pop(next(iter(self._images))).num_bytes
