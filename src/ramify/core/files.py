@@ -1,13 +1,16 @@
-"""Files and directories that are either complete or absent, and files that are on disk when a function returns.
+"""Files and directories that are either complete or absent, files that are on disk when a function returns, and locks.
 
 The watchdog of the process ends it if one of these calls hangs.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
+import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import IO, Any
 from uuid import uuid4
 
 from ramify.core.watchdog import watch_storage
@@ -105,6 +108,18 @@ def fsync_path(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def flock_with_timeout(file: int | IO[Any], operation: int, *, timeout: float, poll_interval: float) -> bool:
+    """Lock an open file by `fcntl.flock`; return False if others still prevent that after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, operation | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(poll_interval)
 
 
 def _make_partial_path(path: Path) -> Path:

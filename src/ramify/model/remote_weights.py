@@ -24,7 +24,7 @@ from ramify.core.errors import (
     WeightsRefused,
     WeightsReplaced,
 )
-from ramify.core.files import create_directory
+from ramify.core.files import create_directory, flock_with_timeout
 from ramify.core.watchdog import watch_storage
 from ramify.model.weights_manifest import MANIFEST_FILE, verify_weights
 
@@ -160,15 +160,8 @@ def _wrap_errors(url: str) -> Generator[None]:
 @contextlib.contextmanager
 def _lock(path: Path) -> Generator[None]:
     """Hold an exclusive lock. Raises DeadlineExceeded after FETCH_TIMEOUT."""
-    deadline = time.monotonic() + FETCH_TIMEOUT
     with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    problem = f"another process has not fetched the weights within {FETCH_TIMEOUT:g} s"
-                    raise DeadlineExceeded(f"{path.parent}: {problem}") from None
-            time.sleep(POLL_INTERVAL)
+        if not flock_with_timeout(file, fcntl.LOCK_EX, timeout=FETCH_TIMEOUT, poll_interval=POLL_INTERVAL):
+            problem = f"another process has not fetched the weights within {FETCH_TIMEOUT:g} s"
+            raise DeadlineExceeded(f"{path.parent}: {problem}")
         yield

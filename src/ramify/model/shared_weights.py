@@ -15,7 +15,6 @@ import math
 import os
 import re
 import select
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ramify.core.errors import WeightsRefused
-from ramify.core.files import write_atomically
+from ramify.core.files import flock_with_timeout, write_atomically
 from ramify.model.weights import StagedWeights, compute_tensor_checksum, get_untied_tensors
 from ramify.model.weights_manifest import check_same_tensors
 from ramify.run.fencing.token import TOKEN_PATTERN, FencingToken
@@ -171,13 +170,8 @@ class SharedWeights:
 
     def _wait_for_copies(self) -> None:
         """Wait until no engine holds the announcement's lock, at most `copy_timeout` seconds."""
-        deadline = time.monotonic() + self._copy_timeout
         with contextlib.suppress(OSError), _get_lock_path(self._announcement_path).open() as file:
-            while time.monotonic() < deadline:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return
-                time.sleep(POLL_INTERVAL)
+            flock_with_timeout(file, fcntl.LOCK_EX, timeout=self._copy_timeout, poll_interval=POLL_INTERVAL)
 
     def start_host_copy(self) -> Mapping[str, Tensor]:
         """Start to copy the tensors to host memory, while the device goes on; the copy is valid until the next call."""

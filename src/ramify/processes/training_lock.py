@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+from ramify.core.files import flock_with_timeout
+
 TRAINING_LOCK_VARIABLE = "RAMIFY_TRAINING_LOCK"  # the lock of processes that share a GPU; set by the launcher
 RESERVED_MEMORY_VARIABLE = "RAMIFY_RESERVED_GPU_MEMORY"  # bytes of the trainer's GPU for engines; set by the launcher
 HOLD_TIMEOUT = 120.0  # seconds; the first step compiles its kernels
@@ -49,28 +51,15 @@ class TrainingLock:
         if self._fd is None:
             yield
             return
-        if not self._acquire_shared(self._fd):
-            held = f"an engine has held the training lock for {self._acquire_timeout:g} s"
+        # Other ranks may hold it, too. An engine holds it only for an instant, unless it is stopped in that instant.
+        timeout = self._acquire_timeout
+        if not flock_with_timeout(self._fd, fcntl.LOCK_SH, timeout=timeout, poll_interval=POLL_INTERVAL):
+            held = f"an engine has held the training lock for {timeout:g} s"
             warn(f"{held}; this step trains without waiting")
         try:
             yield
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    def _acquire_shared(self, fd: int) -> bool:
-        """Acquire the lock, which other ranks may hold too; return whether it was acquired.
-
-        An engine holds it only for an instant, unless the engine is stopped in that instant.
-        """
-        deadline = time.monotonic() + self._acquire_timeout
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(POLL_INTERVAL)
 
     def should_wait(self) -> bool:
         """Return whether a trainer holds the lock, for less than `hold_timeout` so far, so that the engine has to wait.

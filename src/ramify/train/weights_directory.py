@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ramify.core.errors import ConfigInvalid, DeadlineExceeded
+from ramify.core.files import flock_with_timeout
 
 WEIGHTS_DIR = "weights"  # in the directory of a run
 SHM_ROOT = Path("/dev/shm")
@@ -49,13 +50,14 @@ def lock_directory(directory: Path) -> Iterator[None]:
     lock, deadline = _lock_path(directory), time.monotonic() + LOCK_TIMEOUT
     while True:
         with lock.open("w") as file:
-            if _try_lock_shared(file.fileno()) and _is_same_file(file.fileno(), lock):  # not removed meanwhile
+            timeout = deadline - time.monotonic()
+            is_locked = flock_with_timeout(file, fcntl.LOCK_SH, timeout=timeout, poll_interval=POLL_INTERVAL)
+            if is_locked and _is_same_file(file.fileno(), lock):  # not removed meanwhile
                 yield
                 return
         if time.monotonic() >= deadline:
             problem = f"another process has been removing {directory} for {LOCK_TIMEOUT:g} s"
             raise DeadlineExceeded(f"{problem}; end the process that holds {lock}, then repeat the command")
-        time.sleep(POLL_INTERVAL)
 
 
 def remove_stale_directories() -> list[Path]:
@@ -76,14 +78,6 @@ def _remove_if_unlocked(directory: Path) -> bool:
             shutil.rmtree(directory, ignore_errors=True)
             lock.unlink()
             return True
-    return False
-
-
-def _try_lock_shared(fd: int) -> bool:
-    """Take the lock, unless another process is removing the directory; return whether it was taken."""
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
     return False
 
 
