@@ -93,9 +93,6 @@ class Idefics3Tower(VisionTower):
         side = tokens_per_side * config.patch_size * self.connector.scale_factor
         if pixels.dtype != np.float32 or channels != config.num_channels or not height == width == side > 0:
             raise ValueError(f"pixel_values are {pixels.dtype} {list(pixels.shape)}")
-        mask = image.arrays.get("pixel_attention_mask")
-        if mask is not None and mask.shape != (tiles, height, width):
-            raise ValueError(f"pixel_attention_mask is {list(mask.shape)}, pixel_values are {list(pixels.shape)}")
         return tiles * tokens_per_side**2
 
     def encode(self, images: Sequence[ProcessedImage]) -> list[Tensor]:
@@ -106,9 +103,7 @@ class Idefics3Tower(VisionTower):
             by_size.setdefault(image.arrays["pixel_values"].shape[1:], []).append(index)
         for indices in by_size.values():
             tiles = torch.cat(self._to_device([images[index].arrays["pixel_values"] for index in indices]))
-            masks = torch.cat([self._patch_mask(images[index]) for index in indices])
-            dtype = self.vision_model.dtype
-            hidden = self.vision_model(pixel_values=tiles.to(dtype), patch_attention_mask=masks).last_hidden_state
+            hidden = self.vision_model(pixel_values=tiles.to(self.vision_model.dtype)).last_hidden_state
             counts = [len(images[index].arrays["pixel_values"]) for index in indices]
             for index, part in zip(indices, self.connector(hidden).split(counts)):
                 features[index] = part.flatten(0, 1).unsqueeze(0)
@@ -117,23 +112,11 @@ class Idefics3Tower(VisionTower):
     def count_flops(self, image: ProcessedImage) -> float:
         """Return the FLOPs of encoding an image; patches attend within their tile."""
         tiles, _, height, width = image.arrays["pixel_values"].shape
-        config, patches = (
-            self.vision_model.config,
-            (height // self.vision_model.patch_size) * (width // self.vision_model.patch_size),
-        )
+        config, size = self.vision_model.config, self.vision_model.patch_size
+        patches = (height // size) * (width // size)
         attention = 4.0 * config.num_hidden_layers * config.hidden_size * patches**2
         matrices = 2.0 * count_matrix_weights(self.vision_model) * patches
         return tiles * (attention + matrices) + 2.0 * count_matrix_weights(self.connector) * image.num_tokens
-
-    def _patch_mask(self, image: ProcessedImage) -> Tensor:
-        """Return which patches hold pixels of the image and not only padding, [tiles, rows, columns]."""
-        size = self.vision_model.patch_size
-        mask = image.arrays.get("pixel_attention_mask")
-        if mask is None:
-            tiles, _, height, width = image.arrays["pixel_values"].shape
-            return torch.ones(tiles, height // size, width // size, dtype=torch.bool, device=self.vision_model.device)
-        pixels = torch.from_numpy(mask).bool().to(self.vision_model.device)
-        return pixels.unfold(1, size, size).unfold(2, size, size).any(-1).any(-1)
 
 
 class Qwen3VLTower(VisionTower):
