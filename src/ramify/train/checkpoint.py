@@ -92,13 +92,13 @@ class CheckpointManager:
         step: int,
         note: Mapping[str, Any] | None = None,
         *,
-        committed: int | None = None,
+        committed: int = 0,
         reserved_bytes: int = 0,
     ) -> Path:
         """Save the trainer's state after `step` steps, and a note that `load` returns.
 
         If the disk has no room beside `reserved_bytes`, the checkpoints before `committed`, the last committed one, are
-        removed. Raises StorageFull or StorageFailed; the last committed checkpoint is unchanged.
+        removed; 0 if none is. Raises StorageFull or StorageFailed; the last committed checkpoint is unchanged.
         """
         path = self.path_for(step)
         with watch_storage(path):
@@ -108,8 +108,7 @@ class CheckpointManager:
         try:
             self._write(trainer, path, step, note, reserved_bytes)
         except StorageFull as error:
-            obsolete = [saved for saved in self.list_steps() if committed is not None and saved < committed]
-            if committed is None or not self.ranks.broadcast(obsolete):
+            if not self.ranks.broadcast(any(saved < committed for saved in self.list_steps())):
                 raise
             self.warn(f"{error.message}; checkpoints before step {committed} are removed to make room")
             self.remove_before(committed, CheckpointConfig(keep_last=1), {})
