@@ -1,3 +1,2 @@
-from .load import LoadedModel as LoadedModel
 from .weights import publish_weights as publish_weights
 from .weights_manifest import Manifest as Manifest

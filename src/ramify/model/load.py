@@ -73,14 +73,13 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run: the Hugging Face module, its directory, sizes, dtype, device and EOS tokens.
+    """A model that is ready to run: the Hugging Face module, its sizes, dtype, device and EOS tokens.
 
     `tower` encodes images; a text model has none. `state_specs` are the states of recurrent layers, if it has such
     layers.
     """
 
     module: Any
-    path: Path
     shape: ModelShape
     dtype_choice: DtypeChoice
     device: torch.device
@@ -121,7 +120,7 @@ def load_engine_model(
     eos_ids = collect_token_ids((module.config, module.generation_config), ["eos_token_id"])
     tower, is_hybrid = get_vision_tower(module), len(shape.kv_layers) < shape.num_layers
     state_specs = probe_state_specs(module, ATTENTION_NAME) if is_hybrid else ()
-    return LoadedModel(module, path, shape, dtype_choice, torch_device, eos_ids, tower, state_specs)
+    return LoadedModel(module, shape, dtype_choice, torch_device, eos_ids, tower, state_specs)
 
 
 def load_config(path: Path) -> Any:

@@ -8,10 +8,7 @@ from .base import TokenHistory as TokenHistory
 from .config import FamilyRendererConfig as FamilyRendererConfig
 from .config import RendererConfig as RendererConfig
 from .config import TemplateRendererConfig as TemplateRendererConfig
-from .family_renderer import FamilyRenderer as FamilyRenderer
 from .loader import load_renderer as load_renderer
-from .template import ChatTemplate as ChatTemplate
-from .template_renderer import TemplateRenderer as TemplateRenderer
 from .tokenizer import Tokenizer as Tokenizer
 from .tool_parsers.base import ParseProblem as ParseProblem
 from .tool_parsers.base import ParseProblemKind as ParseProblemKind
