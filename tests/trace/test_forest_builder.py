@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 
 from ramify.core.errors import OperationInvalid
 from ramify.trace import (
-    AnnotatedTrace,
     Annotation,
-    Media,
-    MediaRef,
-    Message,
-    Trace,
     build_forest,
     concat_forests,
-    make_padding_forest,
 )
 from tests.support.forests import (
     COMPONENTS,
@@ -176,22 +170,6 @@ def test_forest_without_targets_is_empty():
         ) == (0, 0, 0, 0, 0)
         assert forest.count_by_component() == {"rl": 0, "ce": 0, "ref_kl": 0, "kl": 0}
         assert forest.build_attention_mask().shape == (0, 0)
-
-
-def test_mrope_positions_come_from_the_node_and_text_is_equal_on_all_axes():
-    trace = Trace(id="a")
-    image = trace.add_media(Media.from_bytes(b"cat", "image/png"))
-    axes = np.array([[1, 1, 1], [1, 1, 2], [3, 3, 3]], np.int32)
-    trace.graph.add_node(-1, Message("system"), [1])
-    trace.graph.add_node(0, Message("user"), [9, 9, 2], media=[MediaRef(0, image, 0, 2)], arrays={"position": axes})
-    trace.graph.add_node(
-        1, Message("assistant"), [5], sampled_span=(0, 1), logprobs=[-1.0], arrays={"position": np.full((1, 3), 4)}
-    )
-    forest = build_forest([AnnotatedTrace(trace, (rl("a", 2),))])
-    assert forest.position_ids.tolist() == [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]]
-    plain = build_forest([Attempt("b", (Planned(-1, (1,)), LEAF), (rl("b", 1),)).sample()])
-    row = concat_forests([plain, forest, make_padding_forest(2)])
-    assert row.position_ids.tolist() == [[0, 1, 2, *axis, 0, 0] for axis in forest.position_ids.tolist()]
 
 
 # -- paths over the limit ------------------------------------------------------------------------------------------

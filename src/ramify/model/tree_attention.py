@@ -105,7 +105,6 @@ class TreeMask:
         device: torch.device,
         settings: AttentionSettings = AttentionSettings(),  # noqa: B008 - immutable
     ) -> None:
-        depth = position if position.ndim == 1 else position[0]
         self.has_windows, self.plain_scores = any(settings.windows), settings.plain_scores
         can_have_chains = device.type != "cpu" and self.plain_scores and not self.has_windows
         self.chain_lengths = ChainLengths.from_ends(end) if can_have_chains else None
@@ -113,10 +112,10 @@ class TreeMask:
         self.partial_attentions: dict[int, list[PartialAttention]] = {}
         for window in settings.windows:
             if device.type == "cpu":
-                effective_window = window if window and depth.max(initial=0) >= window else 0
-                self.partial_attentions[window] = split_attention(end, depth, effective_window)
+                effective_window = window if window and position.max(initial=0) >= window else 0
+                self.partial_attentions[window] = split_attention(end, position, effective_window)
             elif self.chain_lengths is None:
-                self.block_masks[window] = BlockMask.build(end, depth, window, device)
+                self.block_masks[window] = BlockMask.build(end, position, window, device)
 
 
 def describe_tree_attention(device: torch.device) -> str:

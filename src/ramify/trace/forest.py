@@ -129,7 +129,7 @@ class Forest:
     """
 
     token_ids: Int32Array
-    position_ids: Int32Array  # [N], or [3, N] for rotary positions with several axes (M-RoPE)
+    position_ids: Int32Array
     subtree_end: Int32Array
     targets: Targets
     calls: StructuredArray
@@ -197,7 +197,7 @@ class Forest:
             return indices + shift[np.searchsorted(starts, indices, "right") - 1]
 
         def take_tokens(array: Int32Array) -> Int32Array:
-            return np.concatenate([array[..., a:b] for a, b in zip(starts.tolist(), stops.tolist())], axis=-1)
+            return np.concatenate([array[a:b] for a, b in zip(starts.tolist(), stops.tolist())])
 
         order = np.cumsum(segment_mask, dtype=np.int32) - segment_mask
         segments = table[segment_mask]
@@ -281,7 +281,7 @@ def concat_forests(forests: Sequence[Forest]) -> Forest:
         segment_offset += len(table)
     return Forest(
         token_ids=np.concatenate([forest.token_ids for forest in forests]),
-        position_ids=_concat_position_ids([forest.position_ids for forest in forests]),
+        position_ids=np.concatenate([forest.position_ids for forest in forests]),
         subtree_end=np.concatenate(subtree_ends),
         targets=Targets.concat(targets),
         calls=concat_tables(calls, CALL_DTYPE),
@@ -309,10 +309,3 @@ class _Interner:
         """Return indices into the common table for `indices` into `values`; -1 stays -1."""
         numbers = [self.values.setdefault(value, len(self.values)) for value in values]
         return np.array([*numbers, -1], np.int32)[indices]
-
-
-def _concat_position_ids(parts: list[Int32Array]) -> Int32Array:
-    """Concatenate one-axis and three-axis positions; text has the same position on every axis."""
-    if any(part.ndim == 2 for part in parts):
-        parts = [part if part.ndim == 2 else np.broadcast_to(part, (3, len(part))) for part in parts]
-    return np.concatenate(parts, axis=-1)

@@ -20,7 +20,6 @@ from ramify.trace.columns import Int32Array, StructuredArray, common_prefix_leng
 from ramify.trace.forest import SEGMENT_DTYPE, Forest, MediaSpan, Targets, compute_subtree_ends
 from ramify.trace.graph import MessageGraph
 from ramify.trace.targets import build_targets
-from ramify.trace.trace import Trace
 
 KeyArray = npt.NDArray[Any]
 
@@ -161,9 +160,6 @@ class RadixLayout:
             index, stop = segment.parent, start
 
 
-MROPE_ARRAY = "position"  # the node array with rotary positions of several axes, [tokens, 3]
-
-
 def build_forest(
     annotated_traces: Sequence[AnnotatedTrace],
     *,
@@ -199,9 +195,7 @@ def build_forest(
     start_depths = np.repeat(segments["depth"] - segments["start"], segments["length"])
     return Forest(
         token_ids=token_ids,
-        position_ids=_compute_position_ids(
-            traces, layout_indices, start_depths + np.arange(len(token_ids), dtype=np.int32)
-        ),
+        position_ids=start_depths + np.arange(len(token_ids), dtype=np.int32),
         subtree_end=compute_subtree_ends(segments),
         targets=replace(
             targets, token_index=all_indices[targets.token_index], logits_index=all_indices[targets.logits_index]
@@ -298,25 +292,6 @@ def _compute_layout_indices(
     for run, (first, depth) in enumerate(graph.runs()):
         layout.write_indices(indices[graph.token_start(first) : stops[run]], run_ends[run], depth)
     return indices
-
-
-def _compute_position_ids(traces: Sequence[Trace], layout_indices: list[Int32Array], depths: Int32Array) -> Int32Array:
-    """Return the tokens' depths, with three axes where nodes have rotary positions of several axes."""
-    position_ids: Int32Array | None = None
-    for trace, indices in zip(traces, layout_indices, strict=True):
-        graph = trace.graph
-        for node, arrays in graph.arrays.items():
-            if MROPE_ARRAY in arrays:
-                start, stop = graph.token_start(node), graph.token_stop(node)
-                if arrays[MROPE_ARRAY].shape != (stop - start, 3):
-                    raise OperationInvalid(
-                        f"arrays.{MROPE_ARRAY} of node {node} of trace {trace.id!r} must be [tokens, 3]"
-                    )
-                position_ids = np.tile(depths, (3, 1)) if position_ids is None else position_ids
-                node_indices = indices[start:stop]
-                in_layout = node_indices >= 0
-                position_ids[:, node_indices[in_layout]] = arrays[MROPE_ARRAY][in_layout].T
-    return depths if position_ids is None else position_ids
 
 
 def _collect_media_spans(graphs: Sequence[MessageGraph], layout_indices: list[Int32Array]) -> tuple[MediaSpan, ...]:

@@ -36,7 +36,7 @@ class _PackHeader(msgspec.Struct, array_like=True):
     """A forest without its columns."""
 
     num_tokens: int
-    position_axes: int  # 0 if positions are one-dimensional
+    position_axes: int  # 0: positions have one axis
     num_targets: int
     num_sequences: int
     num_segments: int
@@ -68,7 +68,7 @@ def encode_batch(batch: Batch) -> bytes:
         headers.append(
             _PackHeader(
                 num_tokens=len(pack),
-                position_axes=pack.position_ids.shape[0] if pack.position_ids.ndim > 1 else 0,
+                position_axes=0,
                 num_targets=len(pack.targets),
                 num_sequences=len(pack.calls),
                 num_segments=len(pack.segments),
@@ -117,9 +117,8 @@ def decode_batch(data: bytes | bytearray | memoryview) -> Batch:
 def _list_columns(header: _PackHeader) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
     """Return dtype and shape of each column of a pack, in order."""
     tokens = header.num_tokens
-    position_shape = (header.position_axes, tokens) if header.position_axes else (tokens,)
     return [
-        *((_INT, shape) for shape in ((tokens,), position_shape, (tokens,))),
+        *[(_INT, (tokens,))] * 3,
         *((dtype, (header.num_targets,)) for dtype in _TARGET_DTYPES.values()),
         (CALL_DTYPE, (header.num_sequences,)),
         (SEGMENT_DTYPE, (header.num_segments,)),

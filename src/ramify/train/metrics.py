@@ -69,8 +69,7 @@ class FlopsModel:
 
     def count_flops(self, forest: Forest) -> float:
         """Return the FLOPs of training on a forest."""
-        depth = forest.position_ids if forest.position_ids.ndim == 1 else forest.position_ids[0]
-        visible = depth[: forest.num_tokens].astype(np.int64) + 1  # a token sees its path
+        visible = forest.position_ids[: forest.num_tokens].astype(np.int64) + 1  # a token sees its path
         pairs = sum(
             num_layers * int((np.minimum(visible, window) if window else visible).sum())
             for window, num_layers in Counter(self.layer_windows).items()

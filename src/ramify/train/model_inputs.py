@@ -271,8 +271,7 @@ def _build_chain_grid(forest: Forest) -> tuple[np.ndarray, np.ndarray, np.ndarra
     lengths = np.diff(np.append(starts, forest.num_tokens))
     rows, width = max(1, len(starts)), int(lengths.max(initial=2))  # `_pad_pairs` points into a filler's row, at 1
     offset = np.arange(forest.num_tokens) - np.repeat(starts, lengths)
-    depth = forest.position_ids if forest.position_ids.ndim == 1 else forest.position_ids[0]
-    if not np.array_equal(offset, depth[: forest.num_tokens]):
+    if not np.array_equal(offset, forest.position_ids[: forest.num_tokens]):
         raise ValueError("the model reads chains, but the forest has forks: pack it with PackLayout.CHAINS")
     token_index = np.repeat(np.arange(len(starts)), lengths) * width + offset
     ids = np.zeros(rows * width, np.int64)
