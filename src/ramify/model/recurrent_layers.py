@@ -17,9 +17,9 @@ from transformers.activations import ACT2FN
 
 from ramify.core.errors import ModelUnsupported
 from ramify.model.forest_recurrence import ForestRecurrence, measure_kernel_error
+from ramify.model.kernels.recurrent_ops import KEY_NORM_EPS, normalize_heads
 
 MAX_KERNEL_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
-NORM_EPS = 1e-6  # of the norms of queries and keys, as in transformers
 
 
 class ForestLayer:
@@ -56,9 +56,10 @@ class ForestDeltaNet(ForestLayer):
         if uses_kernels and self.activation == "silu":
             from ramify.model.kernels.cuda.activate_heads import activate_heads_op  # needs Triton
 
-            return activate_heads_op(mixed.contiguous(), self.num_k_heads, self.head_k_dim, self.head_v_dim, NORM_EPS)
+            sizes = self.num_k_heads, self.head_k_dim, self.head_v_dim
+            return activate_heads_op(mixed.contiguous(), *sizes, KEY_NORM_EPS)
         columns = ACT2FN[self.activation](mixed).split([self.key_dim, self.key_dim, self.value_dim], -1)
-        query, key = (_normalize(part.unflatten(1, (-1, self.head_k_dim))) for part in columns[:2])
+        query, key = (normalize_heads(part.unflatten(1, (-1, self.head_k_dim))) for part in columns[:2])
         return query, key, columns[2].unflatten(1, (-1, self.head_v_dim))
 
     def merge_heads(self: Any, out: Tensor, gate: Tensor, num_tokens: int) -> Tensor:
@@ -206,9 +207,3 @@ def check_kernels(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
         rule = "the gated delta rule" if layer.has_correction else "gated linear attention"
         problem = f"the kernels of {rule} are wrong by {error:.2g} in {dtype}"
         raise ModelUnsupported(f"{problem} on {torch.cuda.get_device_name(device)}; try another version of Triton")
-
-
-def _normalize(heads: Tensor) -> Tensor:
-    """Return vectors of length 1, computed in float32."""
-    wide = heads.float()
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPS)).to(heads.dtype)

@@ -109,7 +109,7 @@ def compute_delta_rule(
     mixed = F.silu(_convolve(weights.conv, inputs, states.get_tensor(layer, "conv"), tile))
     key_width = weights.key_heads * weights.key_dim
     queries_and_keys, value = mixed.split([2 * key_width, weights.heads * weights.value_dim], -1)
-    heads = _normalize(queries_and_keys.unflatten(-1, (2, weights.key_heads, weights.key_dim)))
+    heads = normalize_heads(queries_and_keys.unflatten(-1, (2, weights.key_heads, weights.key_dim)))
     if weights.heads > weights.key_heads:
         heads = heads.repeat_interleave(weights.heads // weights.key_heads, 3)
     query, key = heads.unbind(2)
@@ -159,8 +159,10 @@ def _convolve(conv: Tensor, inputs: Tensor, windows: Tensor, tile: AttentionTile
     return mixed
 
 
-def _normalize(heads: Tensor) -> Tensor:
-    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + KEY_NORM_EPS)
+def normalize_heads(heads: Tensor) -> Tensor:
+    """Return vectors of length 1, computed in float32."""
+    wide = heads.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + KEY_NORM_EPS)).to(heads.dtype)
 
 
 def _step(
