@@ -9,11 +9,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ramify.core.errors import ModelUnsupported
 from ramify.infer.request import SamplingParams
-from ramify.model.logit_transform import LogitTransform
 from ramify.model.pack_layout import PackLayout
 from ramify.train.build import build_trainer
 from ramify.train.config import TrainerConfig
 from ramify.train.distributed import Ranks
+from ramify.train.lm_head import LogitTransform
 from ramify.train.losses import load_loss
 from ramify.train.policy_model import _check_agreement, load_policy
 from tests.support.models import build_core, reference, run, sampled_ids, scores, write_random_model

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from ramify.model.device_memory import get_free_bytes
-from ramify.model.logit_transform import LogitTransform
 from ramify.train import lm_head
-from ramify.train.lm_head import compute_logprobs
+from ramify.train.lm_head import LogitTransform, compute_logprobs
 
 ROWS, WIDTH, VOCAB = 37, 8, 23
 NO_IDS = torch.empty(ROWS, 0, dtype=torch.int64)

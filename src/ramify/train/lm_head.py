@@ -4,24 +4,60 @@ Training needs three numbers of each row of logits: the logprob of one token, th
 the log-sum-exp. So the head runs over chunks of rows; the logits of a chunk live until these numbers are computed, and
 are computed again in the backward pass. Only the last few chunks keep their logits for it, or more chunks if a
 GPU has much free memory. Every row has a temperature of its own. Some models scale the product of the head or limit it
-with a tanh, which happens in the chunks.
+with a tanh, which happens in the chunks; an engine gets the logits of the model's own code.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ramify.model.device_memory import get_free_bytes
-from ramify.model.logit_transform import LogitTransform
 
-IDENTITY = LogitTransform()
 ROW_MULTIPLE = 128  # on CUDA chunks have a multiple of this many rows, which suits matrix products
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}  # size of a chunk's logits: a core's cache, a small part of a GPU
 KEPT_CHUNKS = {"cpu": 1, "cuda": 3}  # minimum number of chunks whose logits are kept for the backward pass
 KEPT_FRACTION = 0.25  # of a GPU's free memory: kept logits may take this much, or the minimum if that is more
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # settings of configs that multiply logits
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+MODELS_THAT_MULTIPLY = {"hyperclovax"}  # by the settings that divide elsewhere
+
+
+class LogitTransform(NamedTuple):
+    """Logits are `cap * tanh(scale * x / cap)` of the head's product x, or `scale * x` if `cap` is 0."""
+
+    scale: float = 1.0
+    cap: float = 0.0
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the logits of the head's product."""
+        if self.cap:
+            return (logits * (self.scale / self.cap)).tanh() * self.cap
+        return logits if self.scale == 1 else logits * self.scale
+
+    def differentiate(self, logits: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient of the head's product, given transformed logits and their gradient."""
+        if self.cap:
+            gradient = gradient * (1 - (logits / self.cap).square())
+        return gradient if self.scale == 1 else gradient * self.scale
+
+
+def read_logit_transform(text_config: Any) -> LogitTransform:
+    """Return the transform of a model by its Hugging Face text config."""
+
+    def collect(names: tuple[str, ...]) -> list[float]:
+        return [value for name in names if (value := getattr(text_config, name, None)) is not None]
+
+    divisor, scale = math.prod(collect(DIVISORS)), math.prod(collect(MULTIPLIERS))
+    scale *= divisor if text_config.model_type in MODELS_THAT_MULTIPLY else 1 / divisor
+    return LogitTransform(scale, next(iter(collect(CAPS)), 0.0))
+
+
+IDENTITY = LogitTransform()
 
 
 def compute_logprobs(

@@ -19,7 +19,6 @@ from ramify.core.errors import EngineIncompatible, ModelUnsupported, RamifyError
 from ramify.model.device_memory import is_out_of_memory
 from ramify.model.graph_rewrites import build_compile_backend, compile_module
 from ramify.model.load import load_config, load_hf_model
-from ramify.model.logit_transform import read_logit_transform
 from ramify.model.logprob_check import build_check_ids, check_logprobs, compute_reference_logprobs, unsupported_error
 from ramify.model.lora import disable_adapters
 from ramify.model.pack_layout import PackLayout, choose_pack_layout, get_longrope_limit
@@ -31,7 +30,7 @@ from ramify.trace import AnnotatedTrace, Annotation, Forest, Message, ModelCall,
 from ramify.trace.forest import START_LOGPROB
 from ramify.train import recompute
 from ramify.train.batch import START_REFERENCE_COUNT, pack_forests
-from ramify.train.lm_head import compute_logprobs
+from ramify.train.lm_head import compute_logprobs, read_logit_transform
 from ramify.train.losses import Entries, LossFunction, ce, dppo, kl, ref_kl
 from ramify.train.model_inputs import ModelInputs, build_model_inputs
 

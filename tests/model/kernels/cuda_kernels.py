@@ -36,9 +36,9 @@ from ramify.model.kernels.quantization import QuantizedMatrix, dequantize_matrix
 from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, RecurrentWeights, ShortConvWeights
 from ramify.model.kernels.recurrent_ops import compute_recurrent_layer as reference_recurrent
 from ramify.model.kernels.state_pool import StatePool, StateSpec
-from ramify.model.logit_transform import LogitTransform
 from ramify.model.recurrent_layers import check_kernels
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
+from ramify.train.lm_head import LogitTransform
 from tests.support import reference_ops as reference
 from tests.support.training import HYBRIDS, build_policy
 

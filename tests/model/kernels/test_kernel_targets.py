@@ -26,8 +26,8 @@ from ramify.model.kernels.paged_attention import AttentionMetadata, DevicePlan, 
 from ramify.model.kernels.quantization import QuantizeMode, quantize_matrix
 from ramify.model.kernels.recurrent_ops import DeltaRuleWeights, ShortConvWeights
 from ramify.model.kernels.state_pool import StatePool, StateSpec
-from ramify.model.logit_transform import LogitTransform
 from ramify.model.tree_attention import BLOCK_SIZE, BlockMask
+from ramify.train.lm_head import LogitTransform
 
 triton = pytest.importorskip("triton")
 
