@@ -259,12 +259,8 @@ def _fuse_layer(layer: Any) -> LayerWeights:
 
 
 def _read_recurrent(mixer: Any) -> RecurrentWeights:
-    if hasattr(mixer, "A_log"):
-        return _read_delta_rule(mixer)
-    return ShortConvWeights(mixer.conv.weight.squeeze(1), mixer.conv.bias)
-
-
-def _read_delta_rule(mixer: Any) -> DeltaRuleWeights:
+    if not hasattr(mixer, "A_log"):
+        return ShortConvWeights(mixer.conv.weight.squeeze(1), mixer.conv.bias)
     return DeltaRuleWeights(
         conv=mixer.conv1d.weight.squeeze(1),
         log_rate=mixer.A_log,

@@ -165,13 +165,9 @@ class SharedWeights:
             withdrawn = msgspec.structs.replace(self._announcement, is_current=False)
             write_atomically(self._announcement_path, msgspec.msgpack.encode(withdrawn))
             self._announcement = None
-            self._wait_for_copies()
+            with contextlib.suppress(OSError), _get_lock_path(self._announcement_path).open() as file:
+                flock_with_timeout(file, fcntl.LOCK_EX, timeout=self._copy_timeout, poll_interval=POLL_INTERVAL)
         self.finish_host_copy()
-
-    def _wait_for_copies(self) -> None:
-        """Wait until no engine holds the announcement's lock, at most `copy_timeout` seconds."""
-        with contextlib.suppress(OSError), _get_lock_path(self._announcement_path).open() as file:
-            flock_with_timeout(file, fcntl.LOCK_EX, timeout=self._copy_timeout, poll_interval=POLL_INTERVAL)
 
     def start_host_copy(self) -> Mapping[str, Tensor]:
         """Start to copy the tensors to host memory, while the device goes on; the copy is valid until the next call."""

@@ -47,7 +47,7 @@ def compute_crc32(path: Path) -> int:
     parts = map_in_daemon_threads(compute, starts, max_threads=MAX_THREADS)
     crc = parts[0]
     for start, part in zip(starts[1:], parts[1:]):
-        crc = _append_bytes(crc, min(PART_BYTES, size - start)) ^ part
+        crc = _apply(_power_of_byte(min(PART_BYTES, size - start)), crc) ^ part
     return crc
 
 
@@ -60,11 +60,6 @@ def compute_part_crc32(path: Path, start: int, num_bytes: int) -> int:
             crc = zlib.crc32(buffer[:size], crc)
             remaining -= size
     return crc
-
-
-def _append_bytes(crc: int, count: int) -> int:
-    """Return what the CRC of a text contributes to the CRC of the text and `count` more bytes."""
-    return _apply(_power_of_byte(count), crc)
 
 
 @lru_cache(maxsize=16)
