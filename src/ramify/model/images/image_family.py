@@ -44,12 +44,12 @@ def load_image_family(model_dir: Path | str) -> ImageFamily | None:
     Raises ModelUnsupported if the model takes images but its family is not supported.
     """
     directory = Path(model_dir)
-    config = _read_json(directory / "config.json")
+    config = read_model_json(directory / "config.json")
     model_type = str(config.get("model_type", ""))
     if not any(key in config for key in VISION_KEYS):
         return None
-    processor = _read_json(directory / "processor_config.json")
-    image_processor = _read_json(directory / "preprocessor_config.json") or processor.get("image_processor", {})
+    processor = read_model_json(directory / "processor_config.json")
+    image_processor = read_model_json(directory / "preprocessor_config.json") or processor.get("image_processor", {})
     if model_type in ("idefics3", "smolvlm"):
         from ramify.model.images.idefics3 import Idefics3Family
 
@@ -65,7 +65,8 @@ def load_image_family(model_dir: Path | str) -> ImageFamily | None:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_model_json(path: Path) -> dict[str, Any]:
+    """Return the table in a file of a model; an empty one if there is no file. Raises ConfigInvalid."""
     try:
         value: Any = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -4,13 +4,13 @@ Several files may hold the same setting, written by different versions of differ
 precedence once: `chat_template.jinja` over `chat_template.json` over `tokenizer_config.json`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from ramify.core.errors import ConfigInvalid
+from ramify.model.images.image_family import read_model_json
 
 DEFAULT_TEMPLATE = "default"
 TOOL_USE_TEMPLATE = "tool_use"  # a second template that some models have for conversations with tools
@@ -31,8 +31,8 @@ class ModelFiles:
         """Read the files of a model directory."""
         if not directory.is_dir():
             raise ConfigInvalid(f"model: {directory} is not a directory")
-        config = _read_json(directory / "tokenizer_config.json")
-        token_entries = {**_read_json(directory / "special_tokens_map.json"), **config}
+        config = read_model_json(directory / "tokenizer_config.json")
+        token_entries = {**read_model_json(directory / "special_tokens_map.json"), **config}
         return cls(
             directory,
             _load_templates(directory, config.get("chat_template")),
@@ -53,7 +53,7 @@ def _load_templates(directory: Path, config_value: Any) -> dict[str, str]:
                 f"model: chat_template in {directory / 'tokenizer_config.json'} is {str(config_value)[:80]}, expected "
                 "a text, or a list of tables with name and template"
             ) from error
-    processor_template = _read_json(directory / "chat_template.json").get("chat_template")
+    processor_template = read_model_json(directory / "chat_template.json").get("chat_template")
     if isinstance(processor_template, str):
         templates[DEFAULT_TEMPLATE] = processor_template
     for file in sorted(directory.glob("additional_chat_templates/*.jinja")):
@@ -67,7 +67,7 @@ def _load_templates(directory: Path, config_value: Any) -> dict[str, str]:
 def _load_eos_ids(directory: Path) -> tuple[int, ...]:
     """Return the end-of-text ids from the generation config, or else from the model config."""
     for name in ("generation_config.json", "config.json"):
-        value: Any = _read_json(directory / name).get("eos_token_id")
+        value: Any = read_model_json(directory / name).get("eos_token_id")
         if value is not None:
             ids = cast("list[Any]", value) if isinstance(value, list) else [value]
             if not all(isinstance(id, int) and 0 <= id < 2**31 for id in ids):
@@ -80,13 +80,3 @@ def _token_text(value: Any) -> str | None:
     """Return the text of a token, which is stored as a string or as an object with the key `content`."""
     text: Any = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        value: Any = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigInvalid(f"model: {file} is not JSON: {error}") from error
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
