@@ -18,6 +18,7 @@ only keys up to the position of a row.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,8 +57,7 @@ class AttentionPlan:
     key_limits: np.ndarray  # of each sequence: the keys that the plan covers
 
 
-@dataclass(frozen=True, slots=True)
-class _Items:
+class _Items(NamedTuple):
     """Work items as columns: the first row, the number of rows, the sequence, and the range of keys."""
 
     row: np.ndarray
@@ -206,7 +206,7 @@ def _pack(
     next section, the partials by row, and the block tables.
     """
     num_large, num_small, num_chunk_items = (len(items.row) for items in items_by_size)
-    items = _Items(*(np.concatenate(columns) for columns in zip(*map(_columns, items_by_size))))
+    items = _Items(*(np.concatenate(columns) for columns in zip(*items_by_size)))
     item_of_pair = np.repeat(np.arange(len(items.row)), items.num_rows)
     offset = np.arange(len(item_of_pair)) - np.repeat(np.cumsum(items.num_rows) - items.num_rows, items.num_rows)
     row_of_pair = items.row[item_of_pair] + offset
@@ -243,7 +243,3 @@ def _pack(
         table_starts=table_starts,
         key_limits=limits,
     )
-
-
-def _columns(items: _Items) -> tuple[np.ndarray, ...]:
-    return items.row, items.num_rows, items.sequence, items.key_start, items.key_stop
