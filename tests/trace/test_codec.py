@@ -24,7 +24,6 @@ from ramify.trace import (
     Trace,
     TraceBuilder,
     VersionSpan,
-    codec,
     decode_episode,
     decode_trace,
     encode_episode,
@@ -254,22 +253,6 @@ def test_inconsistent_tables_raise(change: tuple[str, int, str, int]):
     frame = frames.take_apart(encode_trace(small_trace())).row(*change)
     with pytest.raises(DataCorrupt):
         decode_trace(frame.sealed())
-
-
-@given(st.lists(st.tuples(st.sampled_from([0, 4]), st.integers(0, 100), st.integers(-2, 5)), max_size=3))
-def test_few_and_many_rows_are_checked_alike(changes: list[tuple[int, int, int]]):
-    head, columns = codec.parse_frame(encode_trace(small_trace()))
-    tables = {index: columns[index].copy() for index in (0, 4)}
-    for index, position, value in changes:
-        numbers = tables[index].view(np.int32)
-        numbers[position % len(numbers)] = value
-    outcomes: list[list[list[int]] | None] = []
-    for check in (codec._check_few_rows, codec._check_many_rows):
-        try:
-            outcomes.append([list(sizes) for sizes in check(head, tables[0], tables[4])])
-        except DataCorrupt:
-            outcomes.append(None)
-    assert outcomes[0] == outcomes[1]
 
 
 def test_negative_token_ids_raise():

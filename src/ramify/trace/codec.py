@@ -35,7 +35,6 @@ ALIGNMENT = 8
 _DTYPE_RE = re.compile(rf"[<|][{ARRAY_DTYPE_KINDS}][1-9]\d{{0,4}}(\[\w+\])?")
 
 FRAME_KIND, EPISODE_KIND = 0, 1
-MAX_ROWS_IN_PYTHON = 32  # rows of nodes and versions up to which a loop is faster than numpy
 
 # The columns in the order of the format.
 _COLUMNS = {
@@ -208,10 +207,7 @@ def _check_columns(
     """Raise DataCorrupt if the columns break an invariant of the graph; records are checked when they are read."""
     if len(tokens) and int(tokens.min()) < 0:
         raise DataCorrupt("a token id is negative")
-    if len(nodes) + len(versions) <= MAX_ROWS_IN_PYTHON:
-        num_tokens, num_sampled = _check_few_rows(frame_header, nodes, versions)
-    else:
-        num_tokens, num_sampled = _check_many_rows(frame_header, nodes, versions)
+    num_tokens, num_sampled = _check_rows(frame_header, nodes, versions)
     if len(media_refs):
         owners = _owner_nodes(frame_header, media_refs)
         media, start, stop = media_refs["media"], media_refs["start"], media_refs["stop"]
@@ -226,10 +222,14 @@ def _check_columns(
             raise DataCorrupt(f"array {spec.name!r} of shape {spec.shape} does not fit node {node}")
 
 
-def _check_few_rows(
+def _check_rows(
     frame_header: TraceFrameHeader, nodes: StructuredArray, versions: StructuredArray
 ) -> tuple[list[int], list[int]]:
-    """Do what `_check_many_rows` does, row by row: for a few rows, one numpy call costs more than all of this."""
+    """Return the numbers of tokens and of sampled tokens of each node.
+
+    Raises DataCorrupt if a row of the node table or the version table is invalid. The loop is fast enough: most traces
+    have so few rows that a single numpy call costs more.
+    """
     lengths = frame_header.lengths
     token_stop = logprob_stop = record_stop = 0
     num_tokens: list[int] = []
@@ -266,61 +266,6 @@ def _check_few_rows(
     if any(count != num_sampled[owner] for owner, count in counts.items()):
         raise DataCorrupt("the weight versions do not fit the sampled tokens")
     return num_tokens, num_sampled
-
-
-def _check_many_rows(
-    frame_header: TraceFrameHeader, nodes: StructuredArray, versions: StructuredArray
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the numbers of tokens and of sampled tokens of each node.
-
-    Raises DataCorrupt if a row of the node table or the version table is invalid.
-    """
-    sizes = _node_sizes(frame_header, nodes)
-    num_sampled = sizes[1]
-    if len(versions):
-        owners = _owner_nodes(frame_header, versions)
-        policies = versions["policy"]
-        valid = (policies >= 0) & (policies < frame_header.lengths.policies) & (versions["count"] >= 0)
-        counts = np.bincount(owners, versions["count"], len(nodes))
-        if not valid.all() or np.any((counts != num_sampled)[owners]):
-            raise DataCorrupt("the weight versions do not fit the sampled tokens")
-    return sizes[0], num_sampled
-
-
-def _node_sizes(frame_header: TraceFrameHeader, nodes: StructuredArray) -> npt.NDArray[np.int64]:
-    """Return the lengths of each node's parts of the tokens, logprobs and records, one row per column.
-
-    All conditions of all nodes are one array of numbers that must not be negative. Raises DataCorrupt.
-    """
-    lengths, num_nodes = frame_header.lengths, len(nodes)
-    table = nodes.view(np.int32).reshape(num_nodes, len(NODE_DTYPE.fields or ())).T.astype(np.int64)
-    parent, stops, trainable = table[0], table[1:4], table[8]
-    sampled_start, sampled_stop, content_start, content_stop = table[4:8]
-    ends = [lengths.tokens, lengths.logprobs, lengths.records]
-    if (stops[:, -1].tolist() if num_nodes else [0, 0, 0]) != ends:
-        raise DataCorrupt(f"the parts of the last node do not end at {ends}")
-    sizes = np.diff(stops, prepend=0)
-    num_sampled = sampled_stop - sampled_start
-    margins = np.array(
-        [
-            parent + 1,
-            np.arange(num_nodes) - 1 - parent,
-            trainable,
-            1 - trainable,
-            *sizes,
-            sampled_start,
-            sizes[0] - sampled_stop,
-            num_sampled - sizes[1],
-            sizes[1] - num_sampled,
-            content_start,
-            content_stop - content_start,
-            sizes[0] - content_stop,
-        ]
-    )
-    if num_nodes and int(margins.min()) < 0:
-        node = int(np.flatnonzero((margins < 0).any(axis=0))[0])
-        raise DataCorrupt(f"node {node} violates the invariants of the message graph")
-    return sizes
 
 
 def _owner_nodes(frame_header: TraceFrameHeader, rows: StructuredArray) -> StructuredArray:
