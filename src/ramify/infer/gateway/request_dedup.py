@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from ramify.infer.dialects.model_call import ModelReply, ModelRequest
 
 T = TypeVar("T")
+RECONNECT_TIMEOUT = 5.0  # seconds a call runs on after its client disconnected; SDKs retry within about this time
 
 
 class SharedCall(Generic[T]):

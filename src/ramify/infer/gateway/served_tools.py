@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -19,11 +18,15 @@ from msgspec.structs import replace
 from ramify.core.async_calls import cancel_all
 from ramify.core.errors import ContextOverflow, PeerRefused, RamifyError
 from ramify.infer.gateway.config import REQUEST_TASK_PREFIX
-from ramify.infer.gateway.request_dedup import SharedCall
+from ramify.infer.gateway.request_dedup import RECONNECT_TIMEOUT, SharedCall
 from ramify.trace import Media, MediaPart, Message, ToolCall, Trace
 
 ERROR_PREFIX = "error: "  # how the text of a failed call begins
 INFO_KEY = "tool_calls"  # of the trace
+MAX_RESULT_BYTES = 4 * 2**20  # of the text and the images of one result
+MAX_KEPT_RESULTS = 16  # the last results that a repeated request can get again
+MAX_RECORDED_CALLS = 1000  # that a trace has
+MAX_RECORDED_CHARS = 1000  # of the arguments and of the result of a call in the trace
 
 
 class ToolResult(NamedTuple):
@@ -31,25 +34,6 @@ class ToolResult(NamedTuple):
 
     message: Message
     is_error: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallSettings:
-    """Limits on the tool calls of one rollout."""
-
-    max_result_bytes: int = 4 * 2**20
-    """Most bytes of the text and the images of one result."""
-    max_kept_results: int = 16
-    """How many of the last results a repeated request can get again."""
-    max_recorded_calls: int = 1000
-    """Most calls that the trace records."""
-    max_recorded_chars: int = 1000
-    """Characters of arguments and of a result that the trace records."""
-    reconnect_timeout: float = 5.0
-    """Seconds that a call runs on after its client disconnected."""
-
-
-DEFAULT_SETTINGS = ToolCallSettings()
 
 
 class ServedTools:
@@ -64,12 +48,11 @@ class ServedTools:
         trace: Trace,
         schemas: Sequence[dict[str, Any]],
         run_tool: Callable[[ToolCall], Awaitable[ToolResult]],
-        settings: ToolCallSettings = DEFAULT_SETTINGS,
     ) -> None:
         self.schemas = schemas
         self.on_call: Callable[[], None] | None = None
         """Called after every call."""
-        self._trace, self._run_tool, self._settings = trace, run_tool, settings
+        self._trace, self._run_tool = trace, run_tool
         self._lock = asyncio.Lock()
         self._calls: dict[bytes, SharedCall[ToolResult] | None] = {}  # None: its result is not kept
         self._agent_task: asyncio.Task[Any] | None = None
@@ -102,7 +85,7 @@ class ServedTools:
         key = hashlib.sha256(repr((client, call)).encode()).digest()
         if key not in self._calls:
             name = f"{REQUEST_TASK_PREFIX}{self._trace.id}"
-            self._calls[key] = SharedCall(self._run(call), self._settings.reconnect_timeout, name)
+            self._calls[key] = SharedCall(self._run(call), RECONNECT_TIMEOUT, name)
             self._forget_old_results()
         shared_call = self._calls[key]
         if shared_call is None:
@@ -122,7 +105,7 @@ class ServedTools:
 
     def _forget_old_results(self) -> None:
         finished = [key for key, call in self._calls.items() if call is not None and call.task.done()]
-        for key in finished[: -self._settings.max_kept_results]:
+        for key in finished[:-MAX_KEPT_RESULTS]:
             self._calls[key] = None
 
     async def _run(self, call: ToolCall) -> ToolResult:
@@ -152,22 +135,19 @@ class ServedTools:
         parts = () if isinstance(message.content, str) else message.content
         images = [self.find_media(part) for part in parts if isinstance(part, MediaPart)]
         num_bytes = len(message.text.encode()) + sum(len(image.data) for image in images)
-        max_bytes = self._settings.max_result_bytes
-        if num_bytes > max_bytes:
-            raise ContextOverflow(
-                f"the result of {call.name!r} has {num_bytes} bytes, and at most {max_bytes} are sent; ask for less"
-            )
+        if num_bytes > MAX_RESULT_BYTES:
+            limit = f"at most {MAX_RESULT_BYTES} are sent; ask for less"
+            raise ContextOverflow(f"the result of {call.name!r} has {num_bytes} bytes, and {limit}")
 
     def _record(self, call: ToolCall, result: ToolResult, node: int, start: float) -> None:
         """Add a call to the trace. `node` is the last message of the model's conversation before it, or -1."""
         recorded: list[dict[str, Any]] = self._trace.info.setdefault(INFO_KEY, [])
-        max_chars = self._settings.max_recorded_chars
-        if len(recorded) < self._settings.max_recorded_calls:
+        if len(recorded) < MAX_RECORDED_CALLS:
             recorded.append(
                 {
-                    "tool": call.name[:max_chars],
-                    "arguments": call.arguments[:max_chars],
-                    "result": result.message.text[:max_chars],
+                    "tool": call.name[:MAX_RECORDED_CHARS],
+                    "arguments": call.arguments[:MAX_RECORDED_CHARS],
+                    "result": result.message.text[:MAX_RECORDED_CHARS],
                     "is_error": result.is_error,
                     "node": node,
                     "start": start,

@@ -37,7 +37,7 @@ from ramify.infer.gateway.conversation_trie import CallIdRegistry, ConversationT
 from ramify.infer.gateway.main_calls import RecordedCall
 from ramify.infer.gateway.policy import Policy, PolicyRequest, PreparedPrompt, SampledReply
 from ramify.infer.gateway.recorder import TraceRecorder
-from ramify.infer.gateway.request_dedup import RequestDeduplicator, SharedCall
+from ramify.infer.gateway.request_dedup import RECONNECT_TIMEOUT, RequestDeduplicator, SharedCall
 from ramify.infer.gateway.request_quota import QuotaSettings, RequestQuota
 from ramify.infer.gateway.sampling import derive_call_seed, parse_stop_strings, resolve_sampling, sampling_to_dict
 from ramify.infer.gateway.served_tools import ServedTools
@@ -51,7 +51,6 @@ MAX_REFUSAL_CHARS = 1000  # of a refusal's message
 MAX_IGNORED_FIELDS = 50  # names of ignored fields that a trace keeps
 MAX_IGNORED_FIELD_CHARS = 100  # of such a name
 DEFAULT_QUOTA = QuotaSettings()
-RECONNECT_TIMEOUT = 5.0  # seconds a call runs on after its client disconnected; SDKs retry within about this time
 
 
 class RolloutSession:
