@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from ramify.core.config.schema import KeyPath, annotation_options, is_dict, model_tag_key
+from ramify.core.config.schema import KeyPath, annotation_options, get_field_default, is_dict, model_tag_key
 from ramify.core.errors import ConfigProblem
 
 NONE_LITERAL = "None"  # None in a TOML file, which has no null
@@ -126,9 +126,7 @@ def _fill_from_default(field: FieldInfo, value: Any) -> Any:
     """Return `value` with the keys that only the field's default sets."""
     if value == NONE_LITERAL and {NoneType, Any, object} & set(annotation_options(field.annotation)):
         return None
-    if not is_dict(value) or field.default_factory_takes_validated_data:
-        return value
-    default: Any = field.get_default(call_default_factory=True, validated_data=None)
+    default = get_field_default(field) if is_dict(value) else None
     if not isinstance(default, BaseModel):
         return value
     key = model_tag_key(type(default))

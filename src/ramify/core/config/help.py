@@ -18,12 +18,12 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ramify.core.config.schema import (
     annotation_options,
     element_options,
+    get_field_default,
     is_dict_type,
     is_list_type,
     is_model_type,
@@ -60,7 +60,7 @@ class HelpKey:
         is_section = model in self.options  # or one section of a list
         is_list, is_table = (not is_section and any(map(test, self.options)) for test in (is_list_type, is_dict_type))
         entry = "0" if is_list else ENTRY if is_table else ""
-        default = getattr(self.default, name) if isinstance(self.default, model) else _get_default(field)
+        default = getattr(self.default, name) if isinstance(self.default, model) else get_field_default(field)
         path = ".".join(filter(None, [self.path, entry, name]))
         return HelpKey(path, annotation_options(field.annotation), default, _read_key_texts(model).get(name, ""))
 
@@ -119,12 +119,6 @@ def _find_key(root: HelpKey, path: str) -> HelpKey:
             raise ConfigInvalid(f"there is no key {path!r}; {hint}", key="--help")
         key = replace(children[0], options=[option for child in children for option in child.options])
     return key
-
-
-def _get_default(field: FieldInfo) -> Any:
-    if field.default_factory_takes_validated_data:
-        return None
-    return field.get_default(call_default_factory=True, validated_data=None)
 
 
 def format_section(key: HelpKey) -> Iterator[str]:

@@ -11,6 +11,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 TAG_KEYS = ("type", "engine")  # the keys that select a variant of a discriminated union
 
@@ -167,20 +168,21 @@ def default_at(section_default: Any, options: Sequence[Any], table: Any, name: s
         tag = getattr(section_default, key, None)
         if table.get(key, tag) == tag:
             return getattr(section_default, name, None)
-    for option in options:
-        field = option.model_fields.get(name) if is_model_type(option) else None
-        if field is not None and not field.default_factory_takes_validated_data:
-            return field.get_default(call_default_factory=True, validated_data=None)
-    return None
+    fields = (option.model_fields[name] for option in options if is_model_type(option) and name in option.model_fields)
+    return next(map(get_field_default, fields), None)
+
+
+def get_field_default(field: FieldInfo) -> Any:
+    """Return the default value of a field; None if it is computed from the values of other fields."""
+    if field.default_factory_takes_validated_data:
+        return None
+    return field.get_default(call_default_factory=True, validated_data=None)
 
 
 def get_misplaced_keys(model: type[BaseModel]) -> dict[str, str]:
     """Return where each key belongs that users write in a section by mistake, relative to the section."""
-    return _merge_class_tables(model, "misplaced_keys")
-
-
-def _merge_class_tables(model: type[BaseModel], name: str) -> dict[str, Any]:
-    return {key: value for cls in reversed(model.__mro__) for key, value in vars(cls).get(name, {}).items()}
+    classes = reversed(model.__mro__)
+    return {key: place for cls in classes for key, place in vars(cls).get("misplaced_keys", {}).items()}
 
 
 def _model_tags(model: type[BaseModel]) -> tuple[Any, ...]:
