@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from ramify.core.bounded_cache import BoundedCache
 from ramify.core.errors import ImageMissing, RequestInvalid
 from ramify.infer.metrics import EngineCounters
 from ramify.model.images import ImageSpan, ProcessedImage, compute_positions
@@ -139,26 +140,21 @@ class ImageEncoder:
     """Encodes images, and keeps their features until the tower changes, up to `max_bytes`."""
 
     def __init__(self, tower: VisionTower, max_bytes: int, counters: EngineCounters) -> None:
-        self._tower, self._max_bytes, self._counters = tower, max_bytes, counters
-        self._features: OrderedDict[str, Tensor] = OrderedDict()
-        self._num_bytes = 0
+        self._tower, self._counters = tower, counters
+        self._features: BoundedCache[str, Tensor] = BoundedCache(max_bytes, measure=lambda features: features.nbytes)
 
     def get_features(self, images: Sequence[ProcessedImage]) -> dict[str, Tensor]:
         """Return the features of these images by hash; those that are not kept are encoded together."""
-        new = {image.hash: image for image in images if image.hash not in self._features}
+        kept = ((image.hash, self._features.get(image.hash)) for image in images)
+        features_by_hash = {hash: features for hash, features in kept if features is not None}
+        new = {image.hash: image for image in images if image.hash not in features_by_hash}
         if new:
             self._counters.encoded_images += len(new)
             for hash, features in zip(new, self._tower.encode(list(new.values()))):
-                self._features[hash] = features.clone()  # not a view that keeps the features of all of them
-                self._num_bytes += features.nbytes
-        for image in images:
-            self._features.move_to_end(image.hash)
-        result = {image.hash: self._features[image.hash] for image in images}
-        while self._num_bytes > self._max_bytes and self._features:
-            self._num_bytes -= self._features.popitem(last=False)[1].nbytes
-        return result
+                features_by_hash[hash] = features.clone()  # not a view that keeps the features of all of them
+                self._features.put(hash, features_by_hash[hash])
+        return features_by_hash
 
     def clear(self) -> None:
         """Drop all features: the tower has changed."""
         self._features.clear()
-        self._num_bytes = 0
