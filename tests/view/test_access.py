@@ -73,7 +73,6 @@ def test_a_run_of_another_machine_is_shown_from_its_files_only(tmp_path):
     with serve_status(path, step=11):  # an address in the run directory, which somebody else may have written
         run = RunQueries(tmp_path).get_run("run")
     assert (run["state"], run["step"], run["wait_list"]) == ("running", 7, msgspec.to_builtins(WAITS))
-    assert run["age"] == pytest.approx(5.0, abs=3.0)
 
 
 @pytest.mark.parametrize("age", [-3600.0, 3600.0])

@@ -349,7 +349,7 @@ def test_a_forest_holds_shared_tokens_once(queries):
     assert sorted(tuple(segment["attempts"]) for segment in forest["segments"]) == [(0,), (0, 1), (0, 1, 2), (1,), (2,)]
     shared = next(segment for segment in forest["segments"] if segment["attempts"] == [0, 1])
     assert shared["values"] == [0.25, 0.25]
-    assert queries.get_forest("run", 3)["is_trained"] is False
+    assert queries.get_forest("run", 3)["segments"]  # of a group that is in no batch
 
 
 def test_a_rollout_is_exported_as_markdown_and_json(queries):

@@ -316,12 +316,9 @@ class RunQueries:
         with open_last_commit(path) as store:
             training, records, advantages = read_group(store, group, source, task)
             attempts = [store.read_traces(record.id) for record in records]
-        batch_group = None if training is None else training.batch_group
+        batch_group, seq_len = (None, None) if training is None else (training.batch_group, training.seq_len)
         annotated = batch_group or annotate_all(group or 0, source, attempts, advantages)
-        seq_len = None if training is None else training.seq_len
         return {
-            "group": None if training is None else training.to_dict(),
-            "is_trained": batch_group is not None,
             "attempts": [
                 {"id": record.id, "reward": record.reward, "advantage": advantage}
                 for record, advantage in zip(records, advantages)

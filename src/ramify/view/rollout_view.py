@@ -47,7 +47,6 @@ def describe_forest(
         "segments": segments,
         "tokens": forest.num_tokens,
         "flat_tokens": forest.flat_tokens,
-        "entries": len(forest.targets),
         "overlong": len(forest.dropped.overlong_calls),
         "left_out": sorted(set(numbers.values()) - {numbers[id] for id in forest.traces}),
     }
@@ -105,20 +104,17 @@ def describe_rollout(
     record: RolloutRecord, measures: Sequence[TokenMeasures], training: GroupTraining | None, texts: TokenTexts
 ) -> dict[str, Any]:
     """Return a rollout without its tokens. `measures` describe its traces."""
-    attempt = measures[0].trace.attempt
     return {
         "id": record.id,
         "source": record.source,
         "task": record.task,
-        "repetition": record.repetition,
         "reward": record.reward,
         "failure": record.failure,
         "stop": record.summary.get("stop", ""),
         "truncated": bool(record.summary.get("truncated")),
         "timing": record.summary.get("timing", {}),
         "group": None if training is None else training.to_dict(),
-        "attempt": None if training is None else attempt,
-        "advantage": None if training is None else training.get_advantage(attempt),
+        "advantage": None if training is None else training.get_advantage(measures[0].trace.attempt),
         "traces": [_describe_trace(entry, texts) for entry in measures],
     }
 
@@ -127,7 +123,7 @@ def read_message_text(trace: Trace, node: int, start: int, count: int) -> dict[s
     """Return a part of the text of a message, for messages that are not sent at once."""
     text = trace.nodes[node].message.text
     stop = min(start + count, len(text))
-    return {"text": text[start:stop], "start": start, "stop": stop, "chars": len(text)}
+    return {"text": text[start:stop], "stop": stop}
 
 
 def format_markdown(record: RolloutRecord, traces: Sequence[Trace], training: GroupTraining | None) -> str:
@@ -141,13 +137,10 @@ def _describe_trace(measures: TokenMeasures, texts: TokenTexts) -> dict[str, Any
     excluded = {entry["node"]: str(entry["reason"]) for entry in trace.info.get("untrained", [])}
     hidden = ("forks", "untrained", "refusals")
     return {
-        "id": trace.id,
         "agent": trace.agent,
-        "reward": trace.reward,
         "rewards": {name: entry and list(entry) for name, entry in trace.rewards.items()},
         "metrics": dict(trace.metrics),
         "errors": [{"name": error.name, "message": error.message, "blame": error.blame} for error in trace.errors],
-        "stop": trace.stop,
         "task": _clip_values(trace.task),
         "info": _clip_values({key: value for key, value in trace.info.items() if key not in hidden}),
         "refusals": trace.info.get("refusals", []),
@@ -184,7 +177,6 @@ def _describe_node(node: Node, forks: Mapping[int, Any], untrained: str) -> dict
         fields["fork"] = forks[node.index]
     if call is not None:
         fields["finish"] = call.finish_reason
-        fields["model"] = call.served_model
         fields["seconds"] = [call.start_time, call.end_time]
         fields["usage"] = msgspec.structs.asdict(call.usage)
     return fields

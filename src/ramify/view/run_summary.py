@@ -13,7 +13,7 @@ from ramify.core.config import CONFIG_FILE
 from ramify.core.errors import ConfigInvalid, RamifyError, failure_classes
 from ramify.core.names import suggest
 from ramify.run.reader import RunActivity, has_finished, observe_run
-from ramify.run.state import OrchestratorState, RunState, SupervisorState, Wait
+from ramify.run.state import OrchestratorState, RunState, Wait
 from ramify.run.store import Ledger, RunStore
 from ramify.run.store.index import DATABASE_NAME, TRACES_DIR
 from ramify.run.store.locks import find_writer
@@ -157,15 +157,13 @@ def describe_run(name: str, path: Path) -> dict[str, Any]:
     """Return what the page of a run shows, besides metrics and rollouts."""
     config = read_config(path)
     shown = observe_shown_run(path, get_kind(config))
-    status, supervisor = shown.state.orchestrator, SupervisorState.read(path)
+    status = shown.state.orchestrator
     processes = shown.state.processes if shown.page_state == "running" else []
     description: dict[str, Any] = {
         **_summarize(name, path, config, shown),
         "status": {} if status is None else msgspec.to_builtins(status),
         "wait_list": msgspec.to_builtins(shown.waits),
-        "age": 0.0 if status is None else status.age,
         "processes": [{"name": row.name, "state": row.state, "restarts": row.restarts} for row in processes],
-        "versions": {} if supervisor is None else supervisor.versions,
         "flow": {},
         "drops": [],
         "failures": [],
@@ -286,5 +284,4 @@ def _count_failures(events: Sequence[RunEvent]) -> list[dict[str, Any]]:
         entry = failures.setdefault((name, origin), {"name": name, "origin": origin, "blame": blame, "count": 0})
         entry["count"] += 1
         entry["message"] = str(event.fields.get("message", "")).partition("\n")[0]
-        entry["time"] = event.time
     return sorted(failures.values(), key=itemgetter("count"), reverse=True)
