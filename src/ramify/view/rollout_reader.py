@@ -11,12 +11,11 @@ import numpy.typing as npt
 from ramify.core.errors import ConfigInvalid
 from ramify.run.store import RolloutRecord, RunStore
 from ramify.trace import Trace
-from ramify.trace.columns import Int32Array
+from ramify.trace.columns import common_prefix_length
+from ramify.view.token_view import FloatArray
 from ramify.view.training_record import GroupTraining, find_attempt, read_group_training
 
 MAX_COMPARED_TOKENS = 5_000_000  # of all attempts together
-
-FloatArray = npt.NDArray[np.float64]
 
 
 def compute_reward_changes(
@@ -35,7 +34,7 @@ def compute_reward_changes(
     changes: dict[int, FloatArray] = {}
     for branch in trace.branches:
         tokens = branch.token_ids
-        shared = [max(_count_shared(tokens, path) for path in attempt) if attempt else 0 for attempt in paths]
+        shared = [max(common_prefix_length(tokens, path) for path in attempt) if attempt else 0 for attempt in paths]
         column = _compute_changes(np.array([len(tokens), *shared]), rewards, len(tokens))
         start = 0
         for node in branch.nodes:
@@ -51,13 +50,6 @@ def _compute_changes(shared: npt.NDArray[np.int64], rewards: FloatArray, length:
     for depth in np.unique(shared[shared < length]):
         changes[depth] = rewards[shared > depth].mean() - rewards[shared >= depth].mean()
     return changes
-
-
-def _count_shared(tokens: Int32Array, other: Int32Array) -> int:
-    """Return the length of the common prefix."""
-    length = min(len(tokens), len(other))
-    different = np.flatnonzero(tokens[:length] != other[:length])
-    return int(different[0]) if len(different) else length
 
 
 MAX_CONTEXT_CHARS = 300  # of a message in a list of replies that is not a reply

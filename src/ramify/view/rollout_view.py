@@ -6,19 +6,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ramify.orchestrate.batches import BatchGroup
 from ramify.run.store import RolloutRecord
 from ramify.run.store.image_store import format_content, label_images
 from ramify.trace import Annotation, Forest, MediaPart, Message, Node, Trace
-from ramify.view.token_view import TokenMeasures, TokenTexts
+from ramify.view.token_view import FloatArray, TokenMeasures, TokenTexts, round_value
 from ramify.view.training_record import GroupTraining
 
 MAX_TOKENS = 20_000  # of a forest that is sent token by token; a longer one is sent in bins
 MAX_BINS = 200  # per segment
-
-FloatArray = npt.NDArray[np.float64]
 
 
 def describe_forest(
@@ -40,7 +37,7 @@ def describe_forest(
         if len(forest) > MAX_TOKENS:
             segment["values"] = _bin(advantages[tokens])
         else:
-            segment["values"] = [_round(value) for value in advantages[tokens]]
+            segment["values"] = [round_value(value) for value in advantages[tokens]]
             segment["texts"] = texts.decode(forest.token_ids[tokens].tolist())
         segments.append(segment)
     return {
@@ -90,11 +87,7 @@ def _find_attempts(forest: Forest, numbers: dict[str, int]) -> list[list[int]]:
 def _bin(values: FloatArray) -> list[float | None]:
     """Return the means of at most MAX_BINS parts; None for a part without a value."""
     parts = np.array_split(values, min(MAX_BINS, max(1, len(values))))
-    return [None if np.isnan(part).all() else _round(np.nanmean(part)) for part in parts]
-
-
-def _round(value: Any) -> float | None:
-    return None if np.isnan(value) else float(f"{value:.4g}")
+    return [None if np.isnan(part).all() else round_value(np.nanmean(part)) for part in parts]
 
 
 MAX_MESSAGE_CHARS = 20_000  # of one message that is sent at once; the page asks for more

@@ -114,11 +114,11 @@ class TokenMeasures:
         self,
         trace: Trace,
         training: GroupTraining | None,
-        reward_changes: Mapping[int, FloatArray] | None = None,
-        token_stats: TokenStats | None = None,
+        reward_changes: Mapping[int, FloatArray],
+        token_stats: TokenStats | None,
     ) -> None:
         self.trace, self._training = trace, training
-        self._reward_changes, self._token_stats = reward_changes or {}, token_stats
+        self._reward_changes, self._token_stats = reward_changes, token_stats
 
     def list_measures(self, texts: TokenTexts) -> list[dict[str, Any]]:
         """Return the measures that the trace has, with their range and the tokens that stand out most."""
@@ -196,7 +196,7 @@ class TokenMeasures:
             nodes = np.concatenate([np.full(len(column), node) for node, column in columns])
             positions = np.concatenate([np.arange(len(column)) for _, column in columns])
             extremes = list(self._iter_extremes(name, values, nodes, positions, texts))
-        return {"min": _round(finite.min()), "max": _round(finite.max()), "extremes": extremes}
+        return {"min": round_value(finite.min()), "max": round_value(finite.max()), "extremes": extremes}
 
     def _iter_extremes(
         self, name: str, values: FloatArray, nodes: npt.NDArray[Any], positions: npt.NDArray[Any], texts: TokenTexts
@@ -208,7 +208,7 @@ class TokenMeasures:
                 return
             token_ids = self.trace.nodes[int(nodes[at])].token_ids.tolist()
             text = texts.decode(token_ids)[int(positions[at])]
-            yield {"node": int(nodes[at]), "token": int(positions[at]), "value": _round(values[at]), "text": text}
+            yield {"node": int(nodes[at]), "token": int(positions[at]), "value": round_value(values[at]), "text": text}
 
     def _describe_node(self, node: Node, texts: TokenTexts) -> dict[str, Any]:
         token_ids: list[int] = node.token_ids.tolist()
@@ -217,7 +217,7 @@ class TokenMeasures:
             "ids": token_ids,
             "texts": texts.decode(token_ids),
             "sampled": list(node.sampled_span),
-            "values": {name: [_round(value) for value in values] for name, values in self.compute_values(node).items()},
+            "values": {name: list(map(round_value, values)) for name, values in self.compute_values(node).items()},
         }
 
 
@@ -239,6 +239,6 @@ def _fill_span(count: int, start: int, stop: int, values: npt.ArrayLike) -> Floa
     return column
 
 
-def _round(value: Any) -> float | None:
+def round_value(value: Any) -> float | None:
     """Return the value with a few digits; None if it is not finite, which JSON cannot represent."""
     return float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None
