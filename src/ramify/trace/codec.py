@@ -13,7 +13,7 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -62,16 +62,8 @@ class ColumnLengths(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     @classmethod
     def from_graph(cls, graph: MessageGraph) -> "ColumnLengths":
         """Return the current lengths of a graph."""
-        return cls(
-            nodes=graph.nodes.size,
-            tokens=graph.tokens.size,
-            logprobs=graph.logprobs.size,
-            records=graph.records.size,
-            versions=graph.versions.size,
-            media_refs=graph.media_refs.size,
-            policies=len(graph.policies),
-            media=len(graph.media),
-        )
+        sizes = {name: getattr(graph, name).size for name in _COLUMNS}
+        return cls(**sizes, policies=len(graph.policies), media=len(graph.media))
 
 
 EMPTY_LENGTHS = ColumnLengths()
@@ -126,13 +118,14 @@ def encode_trace(trace: Trace) -> bytes:
 
 def decode_trace(data: bytes | bytearray | memoryview) -> Trace:
     """Decode a trace; its arrays are read-only views of `data`. Raises DataCorrupt."""
-    frame_header, columns = parse_frame(data)
-    _check_columns(frame_header, *columns[: len(_COLUMNS)])
+    frame_header, arrays = parse_frame(data)
+    columns = dict(zip(_COLUMNS, arrays))
+    _check_columns(frame_header, columns)
     graph, header = MessageGraph(), frame_header.header
-    for name, values in zip(_COLUMNS, columns, strict=False):
+    for name, values in columns.items():
         setattr(graph, name, Column(values))
     graph.policies, graph.media = frame_header.policies, frame_header.media
-    for spec, array in zip(frame_header.arrays, columns[len(_COLUMNS) :], strict=True):
+    for spec, array in zip(frame_header.arrays, arrays[len(_COLUMNS) :], strict=True):
         graph.arrays.setdefault(spec.node, {})[spec.name] = array
     graph.index_runs()
     try:
@@ -195,21 +188,16 @@ def _check_frame_header(frame_header: TraceFrameHeader) -> None:
             raise DataCorrupt(f"array {spec.name!r} of node {spec.node} cannot be {spec.dtype!r} of shape {shape}")
 
 
-def _check_columns(
-    frame_header: TraceFrameHeader,
-    nodes: StructuredArray,
-    tokens: StructuredArray,
-    logprobs: StructuredArray,
-    records: StructuredArray,
-    versions: StructuredArray,
-    media_refs: StructuredArray,
-) -> None:
+def _check_columns(frame_header: TraceFrameHeader, columns: Mapping[str, StructuredArray]) -> None:
     """Raise DataCorrupt if the columns break an invariant of the graph; records are checked when they are read."""
+    nodes, tokens, media_refs = columns["nodes"], columns["tokens"], columns["media_refs"]
     if len(tokens) and int(tokens.min()) < 0:
         raise DataCorrupt("a token id is negative")
-    num_tokens, num_sampled = _check_rows(frame_header, nodes, versions)
+    num_tokens, num_sampled = _check_rows(frame_header, nodes, columns["versions"])
     if len(media_refs):
-        owners = _owner_nodes(frame_header, media_refs)
+        owners = media_refs["node"].astype(np.int64)
+        if owners[0] < 0 or owners[-1] >= len(nodes) or (owners[1:] < owners[:-1]).any():
+            raise DataCorrupt("the rows of a table are not in the order of the nodes")
         media, start, stop = media_refs["media"], media_refs["start"], media_refs["stop"]
         previous_stop = np.where(np.diff(owners, prepend=-1) == 0, np.roll(stop, 1), 0)
         valid = (media >= 0) & (media < frame_header.lengths.media)
@@ -266,14 +254,6 @@ def _check_rows(
     if any(count != num_sampled[owner] for owner, count in counts.items()):
         raise DataCorrupt("the weight versions do not fit the sampled tokens")
     return num_tokens, num_sampled
-
-
-def _owner_nodes(frame_header: TraceFrameHeader, rows: StructuredArray) -> StructuredArray:
-    """Return the node of each row of a table."""
-    nodes = rows["node"].astype(np.int64)
-    if len(nodes) and (nodes[0] < 0 or nodes[-1] >= frame_header.lengths.nodes or (nodes[1:] < nodes[:-1]).any()):
-        raise DataCorrupt("the rows of a table are not in the order of the nodes")
-    return nodes
 
 
 # -- the envelope --------------------------------------------------------------------------------------------------
