@@ -15,22 +15,13 @@ prompt continues such a block waits for the next step.
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ramify.infer.metrics import EngineCounters
 from ramify.infer.request import NO_STATE_SLOT, Block, EngineRequest
 
-
-class StateMemory(Protocol):
-    """The states themselves; see `ramify.model.kernels.state_pool.StatePool`."""
-
-    def clear(self, slot: int) -> None:
-        """Set a slot to the state before the first token."""
-        ...
-
-    def copy(self, source: int, target: int) -> None:
-        """Copy the state of one slot to another."""
-        ...
+if TYPE_CHECKING:
+    from ramify.model.kernels.state_pool import StatePool
 
 
 class StateSlots:
@@ -41,7 +32,7 @@ class StateSlots:
     snapshot. A new snapshot takes the slot of the least recently used one.
     """
 
-    def __init__(self, memory: StateMemory, num_requests: int, num_snapshots: int, counters: EngineCounters) -> None:
+    def __init__(self, memory: "StatePool", num_requests: int, num_snapshots: int, counters: EngineCounters) -> None:
         self.memory, self.counters = memory, counters
         self.request_slots = list(range(num_requests))
         self.snapshot_slots = list(range(num_requests, num_requests + num_snapshots))
