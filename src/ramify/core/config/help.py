@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from ramify.core.config.base import Config
 from ramify.core.config.schema import (
     annotation_options,
     element_options,
@@ -86,7 +87,7 @@ def iter_sections(key: HelpKey) -> Iterator[HelpSection]:
             yield from iter_sections(child)
 
 
-def format_help(cls: type[BaseModel], prog: str, section: str | None = None) -> str:
+def format_help(cls: type[Config], prog: str, section: str | None = None) -> str:
     """Return the page for one section, for `all` keys or, without a section, the short page.
 
     Raises ConfigInvalid if there is no such section or key.
@@ -95,7 +96,7 @@ def format_help(cls: type[BaseModel], prog: str, section: str | None = None) -> 
     if section is not None:
         return "\n".join(format_section(root if section == ALL_KEYS else _find_key(root, section))).lstrip("\n")
     top_keys = [root.get_child(cls, name) for name in cls.model_fields]
-    common_keys = [_find_key(root, path) for path in getattr(cls, "common_keys", ())]
+    common_keys = [_find_key(root, path) for path in cls.common_keys]
     common_paths = {key.path for key in common_keys}
     listed = [*common_keys, *(key for key in top_keys if not key.models and key.path not in common_paths)]
     lines = [line for key in listed for line in _format_key(key, _first_sentence(key.text))]

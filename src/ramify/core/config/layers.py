@@ -192,7 +192,7 @@ def _json_or_text(value: str) -> Any:
 class ConfigLayers:
     """The merged input of a configuration of class `cls`, starting from the table `base`. `data` is the result."""
 
-    def __init__(self, cls: type[BaseModel], base: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, cls: type[Config], base: Mapping[str, Any] | None = None) -> None:
         self.cls = cls
         self.data: TomlTable = copy.deepcopy(dict(base or {}))
         self._origins: dict[KeyPath, str] = {}
@@ -208,7 +208,7 @@ class ConfigLayers:
 
     def find_given_key(self, key: KeyPath) -> KeyPath:
         """Return the key under which a file or flag set the value that is refused at `key`."""
-        return self.cls.find_given_key(key, self.data) if issubclass(self.cls, Config) else key
+        return self.cls.find_given_key(key, self.data)
 
     def add_file(self, file: FileArgument) -> None:
         """Merge a TOML file into its section. Raises ConfigInvalid."""

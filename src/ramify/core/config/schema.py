@@ -108,8 +108,6 @@ def child_options(options: Sequence[Any], key: str | int) -> list[Any]:
             field = option.model_fields.get(str(key))
             if field is not None:
                 children += annotation_options(field.annotation)
-            elif option.model_config.get("extra") == "allow":
-                children.append(Any)
         elif is_dict_type(option) or (is_list_type(option) and str(key).isdecimal()):
             children += element_options(option)
         elif accepts_anything(option):
