@@ -131,10 +131,10 @@ class EngineAdapter(ABC):
         return parse_prompt_logprobs(response, token_ids, self.url, start=start)
 
     async def score_top(
-        self, token_ids: Sequence[int], top_k: int, cache_salt: str | None = None, *, start: int = 0
+        self, token_ids: Sequence[int], top_k: int, *, start: int = 0
     ) -> tuple[NDArray[np.float32], StructuredArray]:
         """Return what `score` returns, and the `top_k` likeliest tokens of each position [tokens, top_k]."""
-        response = await self._send_prompt(token_ids, cache_salt, start=start, num_logprobs=max(2, top_k))
+        response = await self._send_prompt(token_ids, None, start=start, num_logprobs=max(2, top_k))
         logprobs = parse_prompt_logprobs(response, token_ids, self.url, start=start)
         return logprobs, parse_top_logprobs(response, self.url, start=start, top_k=top_k)
 

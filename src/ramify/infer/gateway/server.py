@@ -43,18 +43,15 @@ PREFIXES = ("/v1", "/v1/v1")  # Anthropic's client appends /v1 to its base URL, 
 class Gateway(AsyncService):
     """Serves sessions over HTTP, from `register` to `unregister`. Use it with `async with`, or `start` and `close`.
 
-    A waiting stream sends a keepalive every `keepalive_interval` seconds. On `close`, requests in flight get
-    `shutdown_timeout` seconds to finish.
+    It listens on the loopback address. A waiting stream sends a keepalive every `keepalive_interval` seconds.
     """
 
-    def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, *, keepalive_interval: float = 5.0, shutdown_timeout: float = 2.0
-    ) -> None:
+    def __init__(self, port: int = 0, *, keepalive_interval: float = 5.0) -> None:
         self._keepalive_interval = keepalive_interval
         self._sessions: dict[str, RolloutSession] = {}
         self._rendered_chars = SharedCapacity(MAX_RENDERED_CHARS)
         self._mcp_server = McpServer(self.get_session)
-        self._server = HttpServer(self._build_app(), host, port, name="gateway", shutdown_timeout=shutdown_timeout)
+        self._server = HttpServer(self._build_app(), "127.0.0.1", port, name="gateway")
 
     @property
     def address(self) -> str:
