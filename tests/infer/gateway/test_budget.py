@@ -35,7 +35,8 @@ async def test_the_last_reply_is_truncated_exactly_at_the_limit(name):
     reply = await session.generate(user_request("a"))
     context, sampled = used(session.trace)
     assert reply.finish_reason == "length" and (sampled if name == "max_output_tokens" else context + sampled) == 60
-    assert session.exhausted_limit == name and (session.input_tokens, session.output_tokens) == (context, sampled)
+    assert session.exhausted_limit == name
+    assert (session.budget.input_tokens, session.budget.output_tokens) == (context, sampled)
     with pytest.raises(BudgetExceeded, match=name):
         await session.generate(user_request("b", parent_node=reply.node))
     check_tokens(session.trace, token_client)
@@ -89,7 +90,7 @@ async def test_concurrent_calls_use_the_whole_budget_and_no_more(limits):
 async def test_a_call_without_max_tokens_does_not_starve_concurrent_calls():
     session, _ = make_session(["short"] * 6, limits={"max_output_tokens": 40})
     await asyncio.gather(*(session.generate(user_request(f"q{n}")) for n in range(6)))
-    assert session.num_turns == 6 and session.output_tokens == 36
+    assert session.num_turns == 6 and session.budget.output_tokens == 36
 
 
 async def test_a_failed_call_releases_its_budget():

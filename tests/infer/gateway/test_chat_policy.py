@@ -52,7 +52,7 @@ async def test_a_conversation_is_recorded_without_tokens_and_counted_from_usage(
             and not any(n.is_trainable for n in trace.nodes if n.call)
         )
         assert trace.info["token_counts"] == "usage"
-        assert (session.num_turns, session.output_tokens) == (2, 6) and session.input_tokens == 10
+        assert (session.num_turns, session.budget.output_tokens) == (2, 6) and session.budget.input_tokens == 10
         second = endpoint.requests[1]
         assert second["model"] == "big-model" and second["temperature"] == 0.5 and second["stop"] == ["x"]
         assert second["messages"][1]["tool_calls"] == [call] and second["messages"][2]["tool_call_id"] == "c1"
@@ -141,5 +141,5 @@ async def test_a_gateway_can_be_the_endpoint_of_another_session(open_scenario):
         await outer.generate(user_request("b", parent_node=reply.node))
         await policy.close()
         assert [node.message for node in outer.trace.nodes] == [node.message for node in scenario.trace.nodes]
-        assert len(scenario.trace.leaves) == 1 and outer.output_tokens == scenario.session.output_tokens
+        assert len(scenario.trace.leaves) == 1 and outer.budget.output_tokens == scenario.session.budget.output_tokens
         check_tokens(scenario.trace, scenario.engine)

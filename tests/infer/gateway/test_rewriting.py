@@ -172,7 +172,7 @@ def test_budgets_are_exact_for_any_rewriting_client(moves, limits):
         trace = session.trace
         sampled = trace.graph.logprobs.size
         context = trace.graph.tokens.size - sampled
-        assert (session.input_tokens, session.output_tokens) == (context, sampled)
+        assert (session.budget.input_tokens, session.budget.output_tokens) == (context, sampled)
         turns = sum(node.call is not None for node in trace.nodes)
         used = {"max_turns": turns, "max_input_tokens": context, "max_output_tokens": sampled}
         used |= {"max_total_tokens": context + sampled, "seq_len": max(map(len, trace.branches), default=0)}

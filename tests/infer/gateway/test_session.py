@@ -220,7 +220,7 @@ async def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it():
     assert "een" in tokenizer.decode(sample) and "een" not in tokenizer.decode(sample[:-1])
     await session.generate(user_request("go on", parent_node=reply.node))
     assert token_client.samples[1][0][: len(prompt) + len(sample)] == prompt + ids[: len(sample)]
-    assert session.output_tokens == len(sample) + len(token_client.samples[1][1])
+    assert session.budget.output_tokens == len(sample) + len(token_client.samples[1][1])
 
 
 @pytest.mark.parametrize(

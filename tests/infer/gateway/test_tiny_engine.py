@@ -59,5 +59,5 @@ async def test_recorded_logprobs_equal_those_that_the_engine_scores(address):
         (branch,) = trace.branches
         scored = await client.score(branch.token_ids.tolist())
         mask = branch.sampled_mask
-        assert mask.sum() == session.output_tokens and "forks" not in trace.info
+        assert mask.sum() == session.budget.output_tokens and "forks" not in trace.info
         np.testing.assert_allclose(branch.logprobs[mask], scored[mask], atol=0.05)

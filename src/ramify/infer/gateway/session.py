@@ -97,7 +97,8 @@ class RolloutSession:
         """What the requests of clients may hold and use at once."""
         self.clock = StallClock()
         """Measures how long calls waited for an engine that made no progress."""
-        self._budget = RolloutBudget(limits)
+        self.budget = RolloutBudget(limits)
+        """The turns and tokens that the rollout has used and may still use."""
         self._recorder = TraceRecorder(trace)
         self._call_ids = CallIdRegistry()
         self.response_store = ResponseStore() if response_store is None else response_store
@@ -243,22 +244,12 @@ class RolloutSession:
     @property
     def num_turns(self) -> int:
         """Number of recorded calls."""
-        return self._budget.num_turns
+        return self.budget.num_turns
 
     @property
     def exhausted_limit(self) -> str | None:
         """The name of the limit ("max_turns", ...) that allows no further call, or None."""
-        return self._budget.exhausted_limit
-
-    @property
-    def remaining_turns(self) -> int | None:
-        """How many more calls `max_turns` allows; None without this limit."""
-        return self._budget.remaining_turns
-
-    @property
-    def remaining_tokens(self) -> int | None:
-        """How many more tokens the scarcest of the rollout's token limits allows; None without such a limit."""
-        return self._budget.remaining_tokens
+        return self.budget.exhausted_limit
 
     @property
     def max_path_tokens(self) -> int | None:
@@ -266,18 +257,8 @@ class RolloutSession:
         return self._get_max_path_tokens(self.policy)
 
     def _get_max_path_tokens(self, policy: Policy) -> int | None:
-        limits = (self._budget.limits.seq_len, policy.max_model_len)
+        limits = (self.budget.limits.seq_len, policy.max_model_len)
         return min((limit for limit in limits if limit is not None), default=None)
-
-    @property
-    def input_tokens(self) -> int:
-        """Number of context tokens in the trace; each counts once."""
-        return self._budget.input_tokens
-
-    @property
-    def output_tokens(self) -> int:
-        """Number of sampled tokens in the trace."""
-        return self._budget.output_tokens
 
     @property
     def model_seconds(self) -> float:
@@ -411,7 +392,7 @@ class RolloutSession:
                             self._recorder.record_structured_output(reply.node)
                     return reply
                 finally:
-                    self._budget.release(grant)
+                    self.budget.release(grant)
         finally:
             position.num_running -= 1
             position.remove_unused()
@@ -435,11 +416,11 @@ class RolloutSession:
         self, policy: Policy, prepared: PreparedPrompt, position: TrieNode, sampling: ClientSampling
     ) -> BudgetGrant:
         def count_new_tokens() -> int:
-            is_counted = self._budget.limits_input and prepared.rendered is not None
+            is_counted = self.budget.limits_input and prepared.rendered is not None
             return self._recorder.count_new_tokens(prepared, position) if is_counted else 0
 
         prompt_len = prepared.prompt_len or (position.last_reply.num_tokens if position.last_reply else 0)
-        return await self._budget.reserve(
+        return await self.budget.reserve(
             count_new_tokens, max_tokens=sampling.max_tokens, prompt_len=prompt_len, max_model_len=policy.max_model_len
         )
 
@@ -459,7 +440,7 @@ class RolloutSession:
         recorded = self._recorder.record_turn(
             position, prepared, sampled, call, self._media, trainable=trainable, reason=fork_reason
         )
-        self._budget.release(
+        self.budget.release(
             grant, num_turns=1, input_tokens=recorded.input_tokens, output_tokens=recorded.output_tokens
         )
         trie = self._trie_by_policy[id(policy)]

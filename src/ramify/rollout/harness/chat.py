@@ -55,9 +55,9 @@ class Compactor:
         The first turn of a branch is never preceded by a compaction, so every branch makes progress. Neither is the
         last turn that `max_turns` or the token limits allow, because nothing would follow the summary.
         """
-        if self._compact_at is None or request.parent_node is None or self._session.remaining_turns == 1:
+        if self._compact_at is None or request.parent_node is None or self._session.budget.remaining_turns == 1:
             return False
-        remaining_tokens = self._session.remaining_tokens
+        remaining_tokens = self._session.budget.remaining_tokens
         if remaining_tokens is not None and remaining_tokens < self._compact_at // SUMMARY_SHARE:
             return False
         try:
