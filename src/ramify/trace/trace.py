@@ -365,8 +365,3 @@ class Episode:
         agents = [trace.agent for trace in self.traces]
         if len(set(agents)) < len(agents):
             raise OperationInvalid(f"the traces of an episode must be of different agents, found {agents}")
-
-    @property
-    def id(self) -> str:
-        """The id of the episode."""
-        return self.traces[0].episode
