@@ -33,7 +33,7 @@ class ModelRequest(Struct, frozen=True):
     """Sampling parameters of the client: temperature, top_p, top_k, min_p, max_tokens, seed, and stop (strings)."""
     parent_node: int | None = None
     idempotency_key: str | None = None
-    """Requests with the same key share one call."""
+    """Requests over HTTP with the same key share one call."""
     retry_count: int = 0
     """How often the client has sent this request before, according to its headers."""
     media: Mapping[str, Media] = {}

@@ -124,23 +124,11 @@ class RolloutSession:
         Raises BudgetExceeded or ContextOverflow if a limit is reached, and another RamifyError if the call fails.
         """
         try:
-            return await self._generate(request)
+            await self.check_and_process_images(request)
+            return await self._start_call(request, *self._find_or_insert_position(request))
         except ImageInvalid as error:
             # Only the harness and hooks call this function: the image is one of the task, of a tool or of a user.
             raise EnvironmentFault(f"the environment sent an image that cannot be used: {error.message}") from error
-
-    async def _generate(self, request: ModelRequest) -> ModelReply:
-        await self.check_and_process_images(request)
-        if request.idempotency_key is None and not request.retry_count:
-            return await self._start_call(request, *self._find_or_insert_position(request))
-        call = self.start_call(request)
-        try:
-            reply = await call.wait()
-        except BaseException:
-            call.leave(delivered=False)
-            raise
-        call.leave(delivered=True)
-        return reply
 
     async def check_and_process_images(self, request: ModelRequest) -> None:
         """Check and process the new images of a request. To be called before `start_call` and `keeps_history`.
