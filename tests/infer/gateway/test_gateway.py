@@ -8,7 +8,6 @@ import anthropic
 import openai
 import pytest
 
-from ramify.core.errors import PortTaken
 from ramify.infer.gateway import Gateway, RolloutLimits, RolloutSession
 from ramify.trace import Trace
 from tests.support.engine import check_tokens
@@ -302,10 +301,3 @@ async def test_closing_the_gateway_cancels_running_calls_and_leaves_no_task():
         await call
     await client.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_a_taken_port_is_named_in_the_error():
-    async with Gateway() as gateway:
-        port = int(gateway.address.rpartition(":")[2])
-        with pytest.raises(PortTaken, match=str(port)):
-            await Gateway(port=port).start()

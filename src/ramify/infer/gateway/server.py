@@ -43,15 +43,16 @@ PREFIXES = ("/v1", "/v1/v1")  # Anthropic's client appends /v1 to its base URL, 
 class Gateway(AsyncService):
     """Serves sessions over HTTP, from `register` to `unregister`. Use it with `async with`, or `start` and `close`.
 
-    It listens on the loopback address. A waiting stream sends a keepalive every `keepalive_interval` seconds.
+    It listens on a free port of the loopback address. A waiting stream sends a keepalive every `keepalive_interval`
+    seconds.
     """
 
-    def __init__(self, port: int = 0, *, keepalive_interval: float = 5.0) -> None:
+    def __init__(self, *, keepalive_interval: float = 5.0) -> None:
         self._keepalive_interval = keepalive_interval
         self._sessions: dict[str, RolloutSession] = {}
         self._rendered_chars = SharedCapacity(MAX_RENDERED_CHARS)
         self._mcp_server = McpServer(self.get_session)
-        self._server = HttpServer(self._build_app(), "127.0.0.1", port, name="gateway")
+        self._server = HttpServer(self._build_app(), "127.0.0.1", name="gateway")
 
     @property
     def address(self) -> str:
@@ -59,7 +60,7 @@ class Gateway(AsyncService):
         return self._server.address
 
     async def start(self) -> Self:
-        """Start listening. Raises PortTaken if the port is in use."""
+        """Start listening."""
         await self._server.start()
         return self
 
