@@ -72,12 +72,12 @@ class Turn(Struct, frozen=True):
 
 
 class TraceBuilder:
-    """Adds turns to a trace, each call id once."""
+    """Adds turns to a trace, each call id once. Nothing else may add model calls to it meanwhile."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._node_by_call_id: dict[str, int] = {}
-        self._num_indexed = 0  # nodes whose call ids are known
+        calls = ((node.index, node.call) for node in trace.nodes)
+        self._node_by_call_id = {call.id: node for node, call in calls if call is not None}
 
     def add_turn(self, turn: Turn) -> int:
         """Record the turn and return the node of its reply; a repeated call id returns the existing node.
@@ -92,7 +92,6 @@ class TraceBuilder:
                 f"prefix_node of call {turn.call.id!r}: expected a node of the trace, which has {len(graph)}, "
                 f"found {turn.prefix_node}"
             )
-        self._index_call_ids()
         if turn.call.id in self._node_by_call_id:
             node = self._node_by_call_id[turn.call.id]
             _check_same_call(graph, node, turn, prompt_ids, reply_ids)
@@ -104,15 +103,7 @@ class TraceBuilder:
             graph.truncate(num_nodes, num_media)
             raise
         self._node_by_call_id[turn.call.id] = node
-        self._num_indexed = len(graph)
         return node
-
-    def _index_call_ids(self) -> None:
-        """Index the call ids of nodes that were added without this builder."""
-        for index in range(self._num_indexed, len(self._trace.graph)):
-            if (call := self._trace.graph.read_record(index).call) is not None:
-                self._node_by_call_id[call.id] = index
-        self._num_indexed = len(self._trace.graph)
 
     def _add_nodes(self, turn: Turn, prompt_ids: Int32Array, reply_ids: Int32Array) -> int:
         graph = self._trace.graph
