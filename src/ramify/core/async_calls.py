@@ -5,10 +5,10 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from ramify.core.errors import DeadlineExceeded, RamifyError
 
@@ -16,7 +16,6 @@ CANCEL_TIMEOUT = 10.0  # seconds for a thread that reads or writes files to end 
 
 T = TypeVar("T")
 R = TypeVar("R")
-K = TypeVar("K")
 
 
 class fail_after:  # noqa: N801 - used like a function, as `asyncio.timeout` is
@@ -146,48 +145,6 @@ def unwrap_exception_group(error: BaseException) -> BaseException:
     group = cast(BaseExceptionGroup[BaseException], error)
     errors = [unwrap_exception_group(nested) for nested in group.exceptions]
     return next((nested for nested in errors if isinstance(nested, RamifyError)), errors[0])
-
-
-class WatchTasks(Generic[K]):
-    """Tasks by what they watch. One that ends is forgotten; the failure of the first that fails is kept."""
-
-    def __init__(self) -> None:
-        self._tasks: dict[K, asyncio.Task[None]] = {}
-        self._failure: BaseException | None = None
-        self._failed = asyncio.Event()
-
-    def __iter__(self) -> Iterator[K]:
-        """Iterate over what is watched."""
-        return iter(self._tasks)
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def start(self, watched: K, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start and return a task that watches `watched`."""
-        self._tasks[watched] = task = asyncio.create_task(work, name=name)
-        task.add_done_callback(lambda task: self._record_end(watched, task))
-        return task
-
-    def _record_end(self, watched: K, task: asyncio.Task[None]) -> None:
-        del self._tasks[watched]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = self._failure or error
-            self._failed.set()
-
-    async def wait_failed(self) -> None:
-        """Wait until a task fails, and raise its failure."""
-        await self._failed.wait()
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        """Raise the failure of a task, if one has failed."""
-        if self._failure is not None:
-            raise self._failure
-
-    async def cancel(self) -> None:
-        """Cancel all tasks and wait until they have ended."""
-        await cancel_all(self._tasks.values())
 
 
 class AsyncService:

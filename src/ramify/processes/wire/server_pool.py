@@ -15,7 +15,7 @@ from collections.abc import Collection, Generator, Sequence
 from enum import Enum
 from typing import Generic, Self, TypeVar
 
-from ramify.core.async_calls import AsyncService, WatchTasks, wait_for_event
+from ramify.core.async_calls import AsyncService, cancel_all, wait_for_event
 from ramify.core.errors import ProviderError, RamifyError
 
 JOIN_INTERVAL = 0.1  # seconds between two checks of a server that was never up
@@ -100,7 +100,9 @@ class ServerPool(AsyncService, Generic[S]):
         self.start_timeout, self._check_interval = start_timeout, check_interval
         self._eject_after, self._straggler_timeout = eject_after, straggler_timeout
         self.servers: list[S] = [self.make_server(address) for address in dict.fromkeys(addresses)]
-        self._watch_tasks: WatchTasks[S] = WatchTasks()
+        self._watch_tasks: dict[S, asyncio.Task[None]] = {}
+        self._watch_failure: BaseException | None = None  # of the first task that failed
+        self._watch_failed = asyncio.Event()
         self._session_servers: OrderedDict[str, S] = OrderedDict()
         self._checked, self._settled = asyncio.Event(), asyncio.Event()  # see `_update_settled`
         self._is_open = self._is_closed = False
@@ -161,7 +163,8 @@ class ServerPool(AsyncService, Generic[S]):
                 self._checked.clear()
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._checked.wait()
-                self._watch_tasks.raise_failure()
+                if self._watch_failure is not None:
+                    raise self._watch_failure
                 for server in self.servers:
                     if server.failure is not None and not server.failure.retryable:
                         raise server.failure
@@ -176,12 +179,14 @@ class ServerPool(AsyncService, Generic[S]):
         self._is_open, self._is_closed, self.is_started = False, True, False
         self._update_settled()
         servers = {*self.servers, *self._watch_tasks}
-        await self._watch_tasks.cancel()
+        await cancel_all(self._watch_tasks.values())
         await asyncio.gather(*(server.close() for server in servers))
 
     async def wait_failed(self) -> None:
         """Wait until the task that watches a server fails, and raise its failure: the server is no longer checked."""
-        await self._watch_tasks.wait_failed()
+        await self._watch_failed.wait()
+        assert self._watch_failure is not None
+        raise self._watch_failure
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Use the servers at these addresses from now on; if there is none, requests wait for one.
@@ -267,8 +272,16 @@ class ServerPool(AsyncService, Generic[S]):
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def _watch(self, server: S) -> None:
-        task = self._watch_tasks.start(server, self._watch_server(server), f"checks of {server.address}")
-        task.add_done_callback(lambda _: self._checked.set())
+        task = asyncio.create_task(self._watch_server(server), name=f"checks of {server.address}")
+        self._watch_tasks[server] = task
+        task.add_done_callback(lambda task: self._record_watch_end(server, task))
+
+    def _record_watch_end(self, server: S, task: asyncio.Task[None]) -> None:
+        del self._watch_tasks[server]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._watch_failure = self._watch_failure or error
+            self._watch_failed.set()
+        self._checked.set()
 
     async def _watch_server(self, server: S) -> None:
         """Admit a server when it is ready, and check it again and again, until it is removed and drained."""
