@@ -15,12 +15,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn, Self
+from typing import NoReturn
 
 from ramify.core.errors import RamifyError, StorageFailed
 
@@ -43,22 +42,13 @@ class WatchdogSettings:
     """Time after which a line says which call is still in flight."""
 
 
+@dataclass(slots=True)
 class StorageCall:
-    """A call on a file system that is in flight while its `with` block runs; `num_bytes` may be set inside it."""
+    """A call on a file system that is in flight; `num_bytes` may be set meanwhile."""
 
-    __slots__ = ("_watchdog", "num_bytes", "path", "seconds")
-
-    def __init__(self, watchdog: "Watchdog", path: Path | str, num_bytes: int) -> None:
-        self._watchdog, self.path, self.num_bytes, self.seconds = watchdog, path, num_bytes, 0.0
-
-    def __enter__(self) -> Self:
-        self._watchdog.add_call(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._watchdog.remove_call(self)
+    path: Path | str
+    num_bytes: int
+    seconds: float = 0.0
 
 
 class Watchdog:
@@ -84,19 +74,17 @@ class Watchdog:
         self.is_ending = False
         """Whether the work of the process has failed or was interrupted."""
 
-    def watch_storage(self, path: Path | str, num_bytes: int = 0) -> StorageCall:
+    @contextlib.contextmanager
+    def watch_storage(self, path: Path | str, num_bytes: int = 0) -> Generator[StorageCall]:
         """Register a call on a file system while the `with` block runs, which must not take long by itself."""
-        return StorageCall(self, path, num_bytes)
-
-    def add_call(self, call: StorageCall) -> None:
-        """Register a call that begins."""
+        call = StorageCall(path, num_bytes)
         self._calls[id(call)] = call
-        if self._thread is None:
-            self._start()
-
-    def remove_call(self, call: StorageCall) -> None:
-        """Remove a call that has returned."""
-        self._calls.pop(id(call), None)  # a forked process has forgotten it
+        try:
+            if self._thread is None:
+                self._start()
+            yield call
+        finally:
+            self._calls.pop(id(call), None)  # a forked process has forgotten it
 
     def list_calls(self, min_seconds: float = 0.0) -> list[StorageCall]:
         """Return the calls that have been in flight for `min_seconds`."""
