@@ -66,8 +66,8 @@ async def test_final_eval_waits_for_the_last_version_of_a_replaced_trainer(monke
     monkeypatch.setattr(module, "POLL_INTERVAL", 0.001)
     weights_ready = asyncio.Event()
 
-    async def update_weights(path: Path, version: PolicyVersion, *, run: str) -> list[SimpleNamespace]:
-        return [SimpleNamespace(seconds=0.1)]
+    async def update_weights(path: Path, version: PolicyVersion, *, run: str) -> dict[str, float]:
+        return {"http://engine": 0.1}
 
     client = SimpleNamespace(versions={}, update_weights=update_weights)
     updater = WeightUpdater(client, lambda *_: weights_ready.set())  # type: ignore[arg-type]

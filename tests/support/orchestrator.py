@@ -7,7 +7,6 @@ from random import Random
 
 from ramify.core.errors import Failure
 from ramify.env import plugin
-from ramify.infer.client.engine_adapter import WeightUpdateAck
 from ramify.orchestrate.admission import AdmissionLimits
 from ramify.orchestrate.core import OrchestratorCore
 from ramify.orchestrate.curriculum import ShuffleConfig, ShuffleCurriculum, SourceMix
@@ -126,14 +125,14 @@ class FakeEngines:
         self.called = asyncio.Event()
         self.may_finish.set()
 
-    async def update_weights(self, path: Path, version: PolicyVersion, *, run: str = "") -> list[WeightUpdateAck]:
+    async def update_weights(self, path: Path, version: PolicyVersion, *, run: str = "") -> dict[str, float]:
         self.updates.append(version.step)
         self.called.set()
         await self.may_finish.wait()
         if self.failures:
             raise self.failures.pop(0)
         self.versions = dict.fromkeys(self.versions, version)
-        return [WeightUpdateAck("http://engine", version, 0.1)]
+        return {"http://engine": 0.1}
 
     @property
     def versions_of_copying_engines(self) -> dict[str, PolicyVersion]:

@@ -173,7 +173,7 @@ class WeightUpdater:
         try:
             # no deadline of its own; rescheduled to cancel the update
             async with asyncio.timeout(None) as self._apply_timeout:
-                replies = await self._client.update_weights(path, version, run=self._run)
+                seconds_by_url = await self._client.update_weights(path, version, run=self._run)
         except TimeoutError:
             if self._apply_timeout is None or not self._apply_timeout.expired():
                 raise
@@ -192,5 +192,5 @@ class WeightUpdater:
         self.served_version, self._served_path, self._failing_since = version, path, None
         if self._pending_update is not None and self._pending_update[0] == version:
             self._pending_update = self.waiting_since = None
-        self._on_applied(version, max(reply.seconds for reply in replies))
+        self._on_applied(version, max(seconds_by_url.values()))
         return True

@@ -2,4 +2,3 @@ from .client import InferenceClient as InferenceClient
 from .completion import ClientSampling as ClientSampling
 from .completion import Completion as Completion
 from .config import ClientConfig as ClientConfig
-from .engine_adapter import WeightUpdateAck as WeightUpdateAck

@@ -29,7 +29,6 @@ from ramify.infer.client.engine_adapter import (
     KVMode,
     UnknownWeights,
     WeightUpdate,
-    WeightUpdateAck,
 )
 from ramify.infer.client.engine_detection import detect_engine, sync_weights
 from ramify.infer.client.generate_messages import GenerateRequest, RequestImage
@@ -280,12 +279,12 @@ class InferenceClient(ServerPool[Replica]):
 
     async def update_weights(
         self, directory: Path, version: PolicyVersion, kv_mode: KVMode = "recompute", *, run: str = ""
-    ) -> list[WeightUpdateAck]:
+    ) -> dict[str, float]:
         """Load published weights on all servers; requests in flight continue with them.
 
-        Return one acknowledgement per server that applied them. A server that fails is ejected until it has the new
-        weights. If all fail, the first failure is raised and the target stays the old version. If no server is up, the
-        first to come up joins with the new weights: the old ones may no longer exist.
+        Return how many seconds each server that applied them has paused its requests, by URL. A server that fails is
+        ejected until it has the new weights. If all fail, the first failure is raised and the target stays the old
+        version. If no server is up, the first to come up joins with the new weights: the old ones may no longer exist.
         """
         update, old_target = WeightUpdate(directory, version, kv_mode, run), self._target_update
         if not self.up_servers:
@@ -296,7 +295,7 @@ class InferenceClient(ServerPool[Replica]):
             self._target_update = old_target  # servers that refuse the new weights can still join with the old ones
             raise
         self._target_update = update
-        return [WeightUpdateAck(url, version, seconds) for url, seconds in seconds_by_url.items()]
+        return seconds_by_url
 
     async def _update_all(self, update: WeightUpdate) -> dict[str, float]:
         """Update all servers that are up and return the seconds by URL; if none is up, wait for one as requests do.

@@ -43,15 +43,6 @@ KVMode = Literal["recompute", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
-class WeightUpdateAck:
-    """A server's acknowledgement of a weight update. `seconds` is how long its requests were paused."""
-
-    server: str
-    version: PolicyVersion
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """A published directory to load. The server reads `directory` itself, so it must see the same file system."""
 
