@@ -133,7 +133,6 @@ class StartedStep:
     """A step that the GPU computes or has computed. `chunks` are in the order of the rows."""
 
     chunks: list[ScheduledChunk]
-    logits: Tensor  # valid until the next step is launched
     wait: Callable[[], tuple[list[int], list[float]]]  # tokens and logprobs of the chunks that sample
     has_grammars: bool
 
@@ -218,7 +217,7 @@ class CudaModelRunner(ModelRunner):
         num_sampled = len(prepared.logit_rows)
         result.start(self._sampled[:num_sampled])
         wait = partial(result.read, num_sampled)
-        return StartedStep(prepared.chunks_by_row, logits[:num_sampled], wait, bool(prepared.grammars))
+        return StartedStep(prepared.chunks_by_row, wait, bool(prepared.grammars))
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Tensor]:
         """Compute the chunks; return them in the order of their rows, and the logits."""
