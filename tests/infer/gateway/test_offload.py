@@ -66,7 +66,7 @@ async def count_loop_iterations_during_parsing(text: str, stop: list[str], *, wa
     policy = TokenPolicy(ScriptedClient([text]), renderer, "tiny")
     counting = asyncio.create_task(counter.run())
     try:
-        prepared = policy.prepare(None, [Message("user", "hi")])
+        prepared = policy.prepare(None, [Message("user", "hi")], (), {}, "")
         renderer.waits = waits
         sampled = await policy.sample(PolicyRequest(prepared, ClientSampling(max_tokens=100_000), "s", 60.0, stop))
         assert sampled.message.content == text

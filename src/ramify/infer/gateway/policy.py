@@ -124,9 +124,9 @@ class Policy(Protocol):
         self,
         history: TokenHistory | None,
         messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        media: Mapping[str, Media] | None = None,
-        prefill: str = "",
+        tools: Sequence[ToolSchema],
+        media: Mapping[str, Media],
+        prefill: str,
     ) -> PreparedPrompt:
         """Prepare the conversation `history` + `messages`, and the reply if it begins with `prefill`.
 
@@ -214,20 +214,19 @@ class TokenPolicy:
         self,
         history: TokenHistory | None,
         messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        media: Mapping[str, Media] | None = None,
-        prefill: str = "",
+        tools: Sequence[ToolSchema],
+        media: Mapping[str, Media],
+        prefill: str,
     ) -> PreparedPrompt:
         """Render the prompt.
 
         Raises ImageInvalid if the model takes no images, or if the prompt has more than MAX_PROMPT_IMAGES.
         """
-        all_media = media or {}
         check_image_count(len(find_image_parts(messages)) + (len(history.images) if history else 0))
         if history is None:
-            rendered = self.renderer.render(messages, tools, media=all_media)
+            rendered = self.renderer.render(messages, tools, media=media)
         else:
-            rendered = self.renderer.bridge(history, messages, tools, media=all_media)
+            rendered = self.renderer.bridge(history, messages, tools, media=media)
         if prefill:
             rendered = self.renderer.prefill(rendered, prefill)
         return PreparedPrompt(
@@ -239,7 +238,7 @@ class TokenPolicy:
             prefix_break=rendered.prefix_break,
             rendered=rendered,
             prefill=prefill,
-            media=all_media,
+            media=media,
         )
 
     async def sample(self, request: PolicyRequest) -> SampledReply:
@@ -323,16 +322,16 @@ class MessagePolicy:
         self,
         history: TokenHistory | None,
         messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        media: Mapping[str, Media] | None = None,
-        prefill: str = "",
+        tools: Sequence[ToolSchema],
+        media: Mapping[str, Media],
+        prefill: str,
     ) -> PreparedPrompt:
         """Return the conversation unchanged; its number of tokens is not known. Raises RequestInvalid for a prefill."""
         if prefill:
             raise RequestInvalid("messages: the last message is of the assistant; a chat endpoint cannot continue it")
         conversation = (*(history.messages if history else ()), *messages)
         spans = tuple(MessageSpan(message, 0, (0, 0)) for message in messages)
-        return PreparedPrompt(conversation, tuple(tools), spans, media=media or {})
+        return PreparedPrompt(conversation, tuple(tools), spans, media=media)
 
     def _build_reply(
         self, prepared: PreparedPrompt, message: Message, finish_reason: str, usage: Usage
