@@ -16,7 +16,6 @@ from .hook import Hook as Hook
 from .judges.judge import Judge as Judge
 from .mcp import McpServerConfig as McpServerConfig
 from .mcp import open_mcp_servers as open_mcp_servers
-from .runtime import ExecResult as ExecResult
 from .runtime import Runtime as Runtime
 from .runtime import RuntimeConfig as RuntimeConfig
 from .runtime import RuntimeProcess as RuntimeProcess

@@ -1,11 +1,9 @@
 from .attempt import run_attempt as run_attempt
 from .config import SourceConfig as SourceConfig
-from .config import TimeoutsConfig as TimeoutsConfig
 from .environment import Environment as Environment
 from .rewards import find_system_failure as find_system_failure
 from .rewards import repeat_attempt as repeat_attempt
 from .rewards import score_group as score_group
 from .rewards import score_trace as score_trace
-from .validation import ScriptedPolicy as ScriptedPolicy
 from .validation import TaskValidation as TaskValidation
 from .validation import validate_task as validate_task

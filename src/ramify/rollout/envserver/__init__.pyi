@@ -1,5 +1,4 @@
 from .client import EnvClient as EnvClient
 from .client import EnvServerProcess as EnvServerProcess
 from .config import EnvServerConfig as EnvServerConfig
-from .config import ServedSourceConfig as ServedSourceConfig
 from .server import EnvServer as EnvServer

@@ -1,11 +1,2 @@
 from .base import Harness as Harness
-from .chat import ChatHarness as ChatHarness
-from .config import BashHarnessConfig as BashHarnessConfig
-from .config import ChatHarnessConfig as ChatHarnessConfig
-from .config import ExternalModelConfig as ExternalModelConfig
 from .config import HarnessConfig as HarnessConfig
-from .config import RlmHarnessConfig as RlmHarnessConfig
-from .program import ProgramHarness as ProgramHarness
-from .program import ProgramHarnessConfig as ProgramHarnessConfig
-from .rlm import RlmHarness as RlmHarness
-from .shell_tools import BashHarness as BashHarness
