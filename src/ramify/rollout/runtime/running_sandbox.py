@@ -16,7 +16,7 @@ from ramify.rollout.runtime.bwrap import build_bwrap_command, build_seccomp_filt
 from ramify.rollout.runtime.cgroup import Cgroup, find_cgroup_parents, find_leftover_groups
 from ramify.rollout.runtime.config import SandboxRuntimeConfig
 from ramify.rollout.runtime.owner import remove_leftovers
-from ramify.rollout.runtime.sandbox_process import SandboxChannel, create_sealed_file
+from ramify.rollout.runtime.sandbox_process import SandboxChannel, create_sealed_file, receive
 
 BOOT_TIMEOUT = 20.0  # seconds for a sandbox to report that it is ready
 KILLED_EXIT_CODE = SIGNAL_EXIT_OFFSET + signal.SIGKILL  # of bwrap, for its first process
@@ -194,7 +194,7 @@ class BwrapSandbox(RunningSandbox):
             )
         with contextlib.suppress(ProcessLookupError):  # it has exited already; its channel is closed then
             self._bwrap_fd = os.pidfd_open(self._bwrap.pid)
-        message, fds_received = await self.channel.receive_first(2)
+        message, fds_received, _ = await receive(ours, 2)
         if message != b"ready" or len(fds_received) != 2:
             os.set_blocking(error_read, False)
             reason = (errors.read(MAX_REASON_BYTES) or b"").decode(errors="replace").strip()

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import socket
+import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from ramify.rollout.runtime.piped_process import PipedProcess
 MAX_MESSAGE_BYTES = 1 << 16
 SEND_TIMEOUT = 20.0  # seconds for the sandbox to accept a request
 SEND_INTERVAL = 0.01
+CREDENTIALS = struct.Struct("iII")  # process id, user id and group id, as this process sees them
+SCM_CREDENTIALS = 2
 
 
 ReplyHandlerFunction = Callable[["SandboxReply | None"], None]
@@ -62,6 +65,40 @@ def read_message(control: socket.socket) -> bytes | None:
         return b""
 
 
+async def wait_readable(file: socket.socket | int) -> None:
+    """Wait until a socket can be read, or the process of a pidfd has ended."""
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+    loop.add_reader(file, lambda: readable.done() or readable.set_result(None))
+    try:
+        await readable
+    finally:
+        loop.remove_reader(file)
+
+
+async def receive(control: socket.socket, num_fds: int) -> tuple[bytes, list[int], int]:
+    """Return the next message, its open files, and the process id of its sender.
+
+    The kernel fills in the process id if the socket asks for it (SO_PASSCRED); otherwise it is 0.
+    """
+    await wait_readable(control)
+    space = socket.CMSG_SPACE(CREDENTIALS.size) + socket.CMSG_SPACE(4 * num_fds)
+    try:
+        data, ancillary, _, _ = control.recvmsg(MAX_MESSAGE_BYTES, space)
+    except ConnectionError:
+        return b"", [], 0
+    fds: list[int] = []
+    pid = 0
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds += struct.unpack(f"{len(content) // 4}i", content)
+        elif (level, kind) == (socket.SOL_SOCKET, SCM_CREDENTIALS):
+            pid = CREDENTIALS.unpack(content)[0]
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return data, fds, pid
+
+
 class SandboxChannel:
     """Sends requests to a sandbox and passes its replies to the handlers of their ids.
 
@@ -77,20 +114,6 @@ class SandboxChannel:
         self._is_reading = False
         self.is_closed = False
         self.has_started_program = False
-
-    async def receive_first(self, num_fds: int) -> tuple[bytes, list[int]]:
-        """Return the first message of the sandbox and the open files that it hands out."""
-        loop = asyncio.get_running_loop()
-        readable = loop.create_future()
-        loop.add_reader(self._control, lambda: readable.done() or readable.set_result(None))
-        try:
-            await readable
-        finally:
-            loop.remove_reader(self._control)
-        message, fds, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, num_fds)
-        for fd in fds:
-            os.set_inheritable(fd, False)
-        return message, list(fds)
 
     def start(self) -> None:
         """Deliver replies from now on."""

@@ -19,7 +19,6 @@ import os
 import re
 import signal
 import socket
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,17 +36,16 @@ from ramify.rollout.runtime.bwrap import (
 from ramify.rollout.runtime.config import PreloadConfig, SandboxRuntimeConfig
 from ramify.rollout.runtime.running_sandbox import MAX_REASON_BYTES, STOP_TIMEOUT, RunningSandbox
 from ramify.rollout.runtime.sandbox_process import (
-    MAX_MESSAGE_BYTES,
     SEND_INTERVAL,
     SandboxChannel,
     create_sealed_file,
     read_message,
+    receive,
+    wait_readable,
 )
 
 TRANSIENT_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.ENFILE)  # a later fork may succeed
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
-CREDENTIALS = struct.Struct("iII")  # process id, user id and group id, as this process sees them
-SCM_CREDENTIALS = 2
 
 _logger = logging.getLogger("ramify.runtimes")
 
@@ -317,7 +315,7 @@ class ForkedSandbox(RunningSandbox):
             async with asyncio.timeout(self._template.fork_timeout):
                 with theirs:
                     await self._template.fork(theirs, config, self.disk_mb)
-                await _wait_readable(ours)
+                await wait_readable(ours)
         except TimeoutError as error:
             if not _has_message(ours):  # it may have come while this process was busy
                 self._template.kill()  # it hangs, or was stopped; the next sandbox starts another
@@ -351,20 +349,9 @@ class ForkedSandbox(RunningSandbox):
         if self._first_process_fd >= 0:
             try:
                 async with asyncio.timeout(STOP_TIMEOUT):
-                    await _wait_readable(self._first_process_fd)
+                    await wait_readable(self._first_process_fd)
             except TimeoutError as error:
                 raise SandboxError(f"a forked sandbox did not end after {STOP_TIMEOUT:g} s") from error
-
-
-async def _wait_readable(file: socket.socket | int) -> None:
-    """Wait until a socket can be read, or the process of a pidfd has ended."""
-    loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(file, lambda: readable.done() or readable.set_result(None))
-    try:
-        await readable
-    finally:
-        loop.remove_reader(file)
 
 
 def _has_message(control: socket.socket) -> bool:
@@ -381,26 +368,6 @@ def open_socket_pair() -> tuple[socket.socket, socket.socket]:
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     ours.setblocking(False)
     return ours, theirs
-
-
-async def receive(control: socket.socket, num_fds: int) -> tuple[bytes, list[int], int]:
-    """Return the next message, its open files, and the process id of its sender, which the kernel fills in."""
-    await _wait_readable(control)
-    space = socket.CMSG_SPACE(CREDENTIALS.size) + socket.CMSG_SPACE(4 * num_fds)
-    try:
-        data, ancillary, _, _ = control.recvmsg(MAX_MESSAGE_BYTES, space)
-    except ConnectionError:
-        return b"", [], 0
-    fds: list[int] = []
-    pid = 0
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds += struct.unpack(f"{len(content) // 4}i", content)
-        elif (level, kind) == (socket.SOL_SOCKET, SCM_CREDENTIALS):
-            pid = CREDENTIALS.unpack(content)[0]
-    for fd in fds:
-        os.set_inheritable(fd, False)
-    return data, fds, pid
 
 
 def read_namespaces(pid: int) -> dict[str, str]:
