@@ -13,7 +13,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from asyncio.subprocess import Process, SubprocessStreamProtocol
@@ -26,6 +25,7 @@ from typing import Any
 from ramify.core.config.schema import is_dict
 from ramify.core.errors import SandboxError
 from ramify.env.runtime import ResourceLimits
+from ramify.processes.program import run_program
 from ramify.rollout.runtime.config import ContainerRuntimeConfig
 from ramify.rollout.runtime.owner import Leftover, get_machine_id, is_owner_alive
 from ramify.rollout.runtime.shell_process import ShellProcess
@@ -221,17 +221,12 @@ class ContainerEngine:
             process.returncode or 0, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace")
         )
 
-    def run_blocking(self, *args: str, timeout: float = COMMAND_TIMEOUT) -> EngineResult:
-        """Run a command of the engine without an event loop. Raises SandboxError if it fails or does not end."""
-        try:
-            result = subprocess.run(
-                [*self.command, *args], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise SandboxError(f"{self.name} {args[0]} failed: {error}") from error
-        if result.returncode:
-            raise SandboxError(f"{self.name} {args[0]} failed: {result.stderr.strip()[-500:]}")
-        return EngineResult(0, result.stdout, result.stderr)
+    def run_blocking(self, *args: str, timeout: float = COMMAND_TIMEOUT) -> str:
+        """Return the output of a command, without an event loop. Raises SandboxError if it fails or does not end."""
+        result = run_program([*self.command, *args], timeout=timeout)
+        if not result.ok:
+            raise SandboxError(f"{self.name} {args[0]} failed: {result.stderr[-500:] or result.text}")
+        return result.text
 
 
 def find_engine(config: ContainerRuntimeConfig) -> ContainerEngine | None:
@@ -261,7 +256,7 @@ def find_unsupported_reason(engine: ContainerEngine | None, wanted: str) -> str 
 @cache
 def get_engine_info(engine: ContainerEngine) -> dict[str, Any]:
     """Return what the engine says about itself. Raises SandboxError if it does not answer."""
-    info = json.loads(engine.run_blocking("info", "--format", "{{json .}}", timeout=INFO_TIMEOUT).stdout)
+    info = json.loads(engine.run_blocking("info", "--format", "{{json .}}", timeout=INFO_TIMEOUT))
     if not is_dict(info) or info.get("ServerErrors"):
         raise SandboxError(f"{engine.name} info: {info}")
     return info
@@ -306,7 +301,7 @@ def build_limit_options(limits: ResourceLimits) -> list[str]:
 def find_leftover_containers(engine: ContainerEngine) -> list[Leftover]:
     """Return the containers of processes of this machine that have ended."""
     machine = f"label={MACHINE_LABEL}={get_machine_id()}"
-    listing = engine.run_blocking("ps", "--all", "--filter", machine, "--format", "{{.Names}}").stdout
+    listing = engine.run_blocking("ps", "--all", "--filter", machine, "--format", "{{.Names}}")
     return [
         Leftover(f"container {name}", partial(_remove_container, engine, name))
         for name in listing.split()

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import stat
-import subprocess
 import tempfile
 import time
 import uuid
@@ -25,6 +24,7 @@ from ramify.core.errors import ConfigInvalid, SandboxError
 from ramify.env.runtime import Capabilities, Capability, CommandLine, ResourceLimits, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
 from ramify.processes.cleanup import MARKER_VARIABLE, kill_marked_processes, kill_process_group
+from ramify.processes.program import run_program
 from ramify.rollout.runtime.cgroup import Cgroup, find_leftover_groups, find_limit_capabilities
 from ramify.rollout.runtime.config import LocalRuntimeConfig
 from ramify.rollout.runtime.owner import Leftover, is_owner_alive, make_owner_name, remove_leftovers
@@ -311,8 +311,6 @@ def _remove_directory(directory: Path) -> None:
     with contextlib.suppress(RecursionError):
         shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():
-        argv = ["/bin/sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', str(directory)]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(argv, stderr=subprocess.DEVNULL, check=False, timeout=REMOVE_TIMEOUT)
+        run_program(["/bin/sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', str(directory)], timeout=REMOVE_TIMEOUT)
     if directory.exists():
         raise SandboxError(f"the work directory {directory} cannot be removed")
