@@ -58,23 +58,6 @@ after a model call, and with the number of model calls so far."""
 CLOSE_TIMEOUT = 30.0  # seconds for the runtime to stop
 
 
-def make_agent_trace(first: Trace, agent: str, rewards: dict[str, Any]) -> Trace:
-    """Return an empty trace of another agent of the rollout to which `first` belongs; `rewards` are not scored yet."""
-    return Trace(
-        id=f"{first.id}-{agent}",
-        episode=first.episode,
-        group=first.group,
-        attempt=first.attempt,
-        agent=agent,
-        env=first.env,
-        task=first.task,
-        rewards=rewards,
-        harness=first.harness,
-        runtime=first.runtime,
-        sampler=first.sampler,
-    )
-
-
 async def run_attempt(
     env: Environment,
     task: Task,
@@ -125,18 +108,18 @@ class AttemptRunner:
         self.harness_timeout = task.timeout or env.harness.config.timeout
         self.runtime = RetryingRuntime(env.prepared_runtimes.take())  # pyrefly: ignore[bad-instantiation] - the class has no abstract methods
         self._policy, self._seed_text, self._train = policy, seed_text, train
-        self.trace = Trace(
-            id=id,
+        self._make_trace = partial(
+            Trace,
             episode=id,
             group=group,
             attempt=attempt,
             env=env.name,
             task=task.to_wire(),
-            rewards=build_unscored_rewards(env),
             harness=env.harness.trace_metadata,
             runtime=env.runtime_metadata,
             sampler={"model": policy.name, "sampling": env.sampling_metadata},
         )
+        self.trace = self._make_trace(id=id, rewards=build_unscored_rewards(env))
         self.session = self._make_session(self.trace)
         self.sessions = [self.session]  # one for each agent
         self.context = RolloutContext(task, self.trace, self.runtime, random.Random(seed_text))
@@ -184,7 +167,8 @@ class AttemptRunner:
         if not self.trace.agent:
             self.trace.agent = name
             return RolloutAgent(self.trace, self.context.endpoint)
-        trace = make_agent_trace(self.trace, name, build_unscored_rewards(self.env))
+        rewards = build_unscored_rewards(self.env)
+        trace = self._make_trace(id=f"{self.trace.id}-{name}", agent=name, rewards=rewards)
         session = self._make_session(trace, name)
         session.is_agent_running = self.session.is_agent_running
         self.sessions.append(session)
