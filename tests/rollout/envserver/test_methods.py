@@ -97,14 +97,19 @@ def test_group_is_scored_together(shared):
 
 
 def test_info_describes_the_environment_and_sampling_can_be_overridden(shared):
-    runner, _, client = shared
+    runner, server, client = shared
     info = runner.run(client.info())
     assert (info.name, info.model, info.trainable) == ("tricky", "tiny", True)
     assert (info.rewards, info.group_rewards) == ({"right": 1.0}, {"rank": 0.5})
     trace = runner.run(client.run(task(1), id="r", sampling={"temperature": 0.5})).episode.traces[0]
     assert trace.sampler["sampling"]["temperature"] == 0.5
     with pytest.raises(RequestInvalid, match="sampling"):
-        runner.run(client.run(task(1), id="r", sampling={"heat": 1}))
+        runner.run(client.run(task(1), id="hot", sampling={"heat": 1}))
+
+    async def wait_for_log():
+        await wait_until(lambda: "rollout stopped id=hot" in server.log_path.read_text(), "the log")
+
+    runner.run(wait_for_log())
 
 
 def test_workers_never_import_torch(shared):

@@ -37,7 +37,7 @@ from ramify.processes.wire import IncomingRequest, WireMessage, WireServer, Wire
 from ramify.processes.wire.address import is_listening
 from ramify.rollout import Environment, SourceConfig, run_attempt, score_group
 from ramify.rollout.envserver.config import EnvServerConfig
-from ramify.rollout.envserver.log import RolloutLog
+from ramify.rollout.envserver.log import log_finished_rollout, log_stopped_rollout
 from ramify.rollout.envserver.messages import (
     MAX_COUNTED_TASKS,
     AddressUpdate,
@@ -54,12 +54,10 @@ from ramify.rollout.envserver.messages import (
     WorkerReady,
     WorkerSpec,
 )
-from ramify.trace import Episode, decode_trace, encode_episode
+from ramify.trace import decode_trace, encode_episode
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
-
-    from ramify.rollout.attempt import ProgressCallback
 
 POLL_INTERVAL = 0.05  # seconds between two checks for an engine that does not listen yet
 
@@ -257,26 +255,27 @@ class EnvWorker:
         def send_update(phase: str, num_calls: int) -> None:
             request.send_part(WireMessage.encode(RolloutUpdate(phase, num_calls)))
 
-        with RolloutLog(rollout) as rollout_log:
-            episode = await self._run_attempt(rollout, send_update if rollout.stream else None)
-            rollout_log.episode = episode
+        start = time.monotonic()
+        try:
+            episode = await run_attempt(
+                self._with_sampling(rollout.sampling),
+                self._parse_task(rollout.task),
+                policy=self._policy,
+                gateway=self._gateway,
+                id=rollout.id,
+                group=rollout.group,
+                attempt=rollout.attempt,
+                seed=rollout.seed,
+                train=rollout.train,
+                on_progress=send_update if rollout.stream else None,
+            )
+        except BaseException as error:
+            log_stopped_rollout(rollout, error, time.monotonic() - start)
+            raise
+        log_finished_rollout(rollout, episode, time.monotonic() - start)
         encoded = encode_episode(episode)
         self.heap_trimmer.on_rollout_end(len(encoded))
         return WireMessage.encode(RolloutResponse(self.id), encoded)
-
-    async def _run_attempt(self, rollout: RolloutRequest, on_progress: "ProgressCallback | None") -> Episode:
-        return await run_attempt(
-            self._with_sampling(rollout.sampling),
-            self._parse_task(rollout.task),
-            policy=self._policy,
-            gateway=self._gateway,
-            id=rollout.id,
-            group=rollout.group,
-            attempt=rollout.attempt,
-            seed=rollout.seed,
-            train=rollout.train,
-            on_progress=on_progress,
-        )
 
     async def tasks(self, request: IncomingRequest) -> WireMessage:
         """Return a page of tasks."""

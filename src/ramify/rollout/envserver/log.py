@@ -4,13 +4,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 import traceback
 from collections import deque
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from ramify.core.config.schema import is_dict
 from ramify.core.errors import StorageFailed
@@ -103,35 +100,20 @@ MAX_OUTPUT_CHARS = 400  # of a program's output; its end says most about a failu
 _logger = logging.getLogger("ramify.rollouts")
 
 
-class RolloutLog:
-    """Logs one rollout from `with` to its end. A rollout that ends before `episode` is set failed or was cancelled."""
-
-    def __init__(self, rollout: RolloutRequest) -> None:
-        self._rollout_id, self._attempt, self._start = rollout.id, rollout.attempt, 0.0
-        self.episode: Episode | None = None
-
-    def __enter__(self) -> Self:
-        self._start = time.monotonic()
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        seconds = time.monotonic() - self._start
-        if self.episode is None:
-            reason = "" if exc is None else f"{type(exc).__name__}: {exc}".removesuffix(": ")
-            _logger.warning(format_event("rollout stopped", id=self._rollout_id, seconds=seconds, reason=reason))
-            return
-        for trace in self.episode.traces:
-            _log_trace(self._rollout_id, self._attempt, trace, seconds)
+def log_stopped_rollout(rollout: RolloutRequest, error: BaseException, seconds: float) -> None:
+    """Log that a rollout has raised an error or was cancelled."""
+    reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+    _logger.warning(format_event("rollout stopped", id=rollout.id, seconds=seconds, reason=reason))
 
 
-def _log_trace(rollout_id: str, attempt: int, trace: Trace, seconds: float) -> None:
-    for failure in trace.errors:
-        fields = {"id": rollout_id, "error": failure.name, "message": failure.message}
-        _logger.warning(format_event("rollout failed", **fields, **_get_output(trace)))
-    ending = {"stop": trace.stop, "reward": trace.reward, "turns": trace.num_turns, "seconds": seconds}
-    _logger.info(format_event("rollout ended", id=rollout_id, attempt=attempt, **ending))
+def log_finished_rollout(rollout: RolloutRequest, episode: Episode, seconds: float) -> None:
+    """Log the failures and the ending of each agent of a rollout."""
+    for trace in episode.traces:
+        for failure in trace.errors:
+            fields = {"id": rollout.id, "error": failure.name, "message": failure.message}
+            _logger.warning(format_event("rollout failed", **fields, **_get_output(trace)))
+        ending = {"stop": trace.stop, "reward": trace.reward, "turns": trace.num_turns, "seconds": seconds}
+        _logger.info(format_event("rollout ended", id=rollout.id, attempt=rollout.attempt, **ending))
 
 
 def _get_output(trace: Trace) -> dict[str, str]:
