@@ -33,7 +33,6 @@ from ramify.rollout.envserver.messages import (
     TaskCount,
 )
 from ramify.rollout.envserver.worker_pool import WorkerPool
-from ramify.rollout.envserver.worker_process import WorkerProcess
 
 # A rollout that did not cause the losses is moved at most this many times `max_worker_crashes`.
 MAX_MOVES_PER_CRASH = 10
@@ -237,11 +236,13 @@ class EnvServer(AsyncService):
     async def _run_until_finished(self, rollout: RolloutRequest, request: IncomingRequest) -> WireMessage:
         """Run an attempt on one worker after another until one finishes it."""
         deadline = time.monotonic() + request.timeout
+        on_part = request.send_part if rollout.stream else None
         crashes = reruns = agent_hangs = 0
         while True:
             worker = await self.pool.acquire()
             try:
-                message = await self._run_on_worker(worker, rollout, request, deadline)
+                timeout = deadline - time.monotonic()
+                message = await worker.client.call("run", request.message, timeout=timeout, on_part=on_part)
                 response = msgspec.structs.replace(message.decode(RolloutResponse), crashes=reruns)
                 return WireMessage.encode(response, *message.blobs)
             except (PeerLost, ProcessDied):
@@ -258,13 +259,6 @@ class EnvServer(AsyncService):
                 or reruns >= MAX_MOVES_PER_CRASH * self.config.max_worker_crashes
             ):
                 raise ProcessDied(f"{reruns} workers were lost while they ran {rollout.id}; the last {worker.reason}")
-
-    async def _run_on_worker(
-        self, worker: WorkerProcess, rollout: RolloutRequest, request: IncomingRequest, deadline: float
-    ) -> WireMessage:
-        on_part = request.send_part if rollout.stream else None
-        timeout = deadline - time.monotonic()
-        return await worker.client.call("run", WireMessage.encode(rollout), timeout=timeout, on_part=on_part)
 
     def _with_counters(
         self, name: str, handler: Callable[[IncomingRequest], Awaitable[WireMessage]]
