@@ -101,9 +101,9 @@ class ContainerProcess(ShellProcess):
             if not self.is_interactive:
                 pipe.write_eof()
 
-    def set_exit_code(self, status: int) -> None:
+    def set_exit_code(self, exit_code: int) -> None:
         """Record the exit status, and close standard input: the sandbox reads it to its end."""
-        super().set_exit_code(status)
+        super().set_exit_code(exit_code)
         pipe = None if self._transport is None else self._transport.get_pipe_transport(0)
         if pipe is not None and self.is_interactive:
             pipe.close()

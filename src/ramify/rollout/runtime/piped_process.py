@@ -1,4 +1,4 @@
-"""A program of a runtime whose standard files are pipes of this process.
+"""Programs of a runtime whose output is captured, and those whose standard files are pipes of this process.
 
 `wait` depends on the exit of the program only: a background server that it started may keep the pipes open for ever.
 """
@@ -40,17 +40,63 @@ class BoundedOutput:
         return bytes(self._head) + f"\n[{self._num_dropped} bytes left out]\n".encode() + bytes(self._tail)
 
 
-class PipedProcess(RuntimeProcess):
-    """A program with pipes for its standard input, output and error.
+class CapturedProcess(RuntimeProcess):
+    """A program whose output is captured: the first and the last bytes, and the lines of an interactive program.
 
-    Call `open_pipes`, start the program with `program_fds`, and then `close_program_fds`. A subclass reports the exit
-    with `set_exit_code`.
+    A subclass writes the output, and reports the exit with `set_exit_code`.
     """
 
     def __init__(self, max_output_bytes: int, *, interactive: bool) -> None:
         self._outputs = (BoundedOutput(max_output_bytes), BoundedOutput(max_output_bytes))
         self._lines = asyncio.StreamReader(limit=max(max_output_bytes, 1)) if interactive else None
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the program itself has exited; its children may still run."""
+        return self._exit_code.done()
+
+    def set_exit_code(self, exit_code: int) -> None:
+        """Record the exit of the program. The first call counts."""
+        if not self._exit_code.done():
+            self._exit_code.set_result(exit_code)
+
+    @abstractmethod
+    async def kill_tree(self) -> None:
+        """Kill the program and all processes it started; return when they are gone."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the streams."""
+
+    async def kill(self) -> None:
+        """Kill the program and all it started, and close the streams."""
+        try:
+            await self.kill_tree()
+        finally:
+            await self.close()
+
+    async def read_line(self, timeout: float) -> bytes:
+        """Return the next line of an interactive program's output."""
+        if self._lines is None:
+            raise ValueError("only an interactive program's output can be read by lines")
+        async with asyncio.timeout(timeout):
+            return await self._lines.readline()
+
+    def _build_result(self, *, timed_out: bool) -> ExecResult:
+        returncode = TIMEOUT_EXIT_CODE if timed_out else self._exit_code.result()
+        stdout, stderr = (output.getvalue() for output in self._outputs)
+        return ExecResult(returncode, stdout, stderr, timed_out)
+
+
+class PipedProcess(CapturedProcess):
+    """A program with pipes for its standard input, output and error.
+
+    Call `open_pipes`, start the program with `program_fds`, and then `close_program_fds`.
+    """
+
+    def __init__(self, max_output_bytes: int, *, interactive: bool) -> None:
+        super().__init__(max_output_bytes, interactive=interactive)
         self._pipes_closed: list[asyncio.Future[None]] = []
         self._transports: list[asyncio.BaseTransport] = []
         self._stdin: asyncio.WriteTransport | None = None
@@ -83,11 +129,6 @@ class PipedProcess(RuntimeProcess):
                 protocol.lines.set_transport(transport)
             self._transports.append(transport)
 
-    @property
-    def has_input(self) -> bool:
-        """Whether the program's standard input is a pipe; otherwise it is empty."""
-        return self._stdin is not None
-
     def close_program_fds(self) -> None:
         """Close the program's ends of the pipes, which the program has inherited."""
         for fd in self.program_fds:
@@ -100,20 +141,6 @@ class PipedProcess(RuntimeProcess):
         for transport in self._transports:
             transport.close()
 
-    @property
-    def has_exited(self) -> bool:
-        """Whether the program itself has exited; its children may still run."""
-        return self._exit_code.done()
-
-    def set_exit_code(self, exit_code: int) -> None:
-        """Record the exit of the program. The first call counts."""
-        if not self._exit_code.done():
-            self._exit_code.set_result(exit_code)
-
-    @abstractmethod
-    async def kill_tree(self) -> None:
-        """Kill the program and all processes it started; return when they are gone."""
-
     async def wait(self, timeout: float) -> ExecResult:
         """Wait until the program exits, or kill it after `timeout` seconds, and return its output."""
         timed_out = not (await asyncio.wait([self._exit_code], timeout=timeout))[0]
@@ -125,50 +152,35 @@ class PipedProcess(RuntimeProcess):
                 raise
         await asyncio.wait(self._pipes_closed, timeout=OUTPUT_DRAIN_TIMEOUT)
         self.close_pipes()
-        returncode = TIMEOUT_EXIT_CODE if timed_out else self._exit_code.result()
-        stdout, stderr = (output.getvalue() for output in self._outputs)
-        return ExecResult(returncode, stdout, stderr, timed_out)
+        return self._build_result(timed_out=timed_out)
 
-    async def kill(self) -> None:
-        """Kill the program and all it started, and close the pipes."""
-        try:
-            await self.kill_tree()
-        finally:
-            self.close_pipes()
+    async def close(self) -> None:
+        """Close all pipes."""
+        self.close_pipes()
 
     async def write(self, data: bytes) -> None:
         """Write to the program's standard input, and wait while its pipe is full."""
         if self._stdin is None or self._stdin.is_closing():
             raise BrokenPipeError("the program's standard input is closed")
         self._stdin.write(data)
-        await self._stdin_protocol.wait_writable()
-
-    async def read_line(self, timeout: float) -> bytes:
-        """Return the next line of an interactive program's output."""
-        if self._lines is None:
-            raise ValueError("only an interactive program's output can be read by lines")
-        async with asyncio.timeout(timeout):
-            return await self._lines.readline()
+        await self._stdin_protocol.writable.wait()
 
 
 class _InputPipe(asyncio.BaseProtocol):
     """Lets a writer wait until the program has read."""
 
     def __init__(self) -> None:
-        self._writable = asyncio.Event()
-        self._writable.set()
-
-    async def wait_writable(self) -> None:
-        await self._writable.wait()
+        self.writable = asyncio.Event()
+        self.writable.set()
 
     def pause_writing(self) -> None:
-        self._writable.clear()
+        self.writable.clear()
 
     def resume_writing(self) -> None:
-        self._writable.set()
+        self.writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._writable.set()
+        self.writable.set()
 
 
 class _OutputPipe(asyncio.Protocol):

@@ -225,7 +225,7 @@ class SandboxProcess(PipedProcess):
             request = {"op": "spawn", "id": self._id, "argv": list(argv), "env": variables, "cwd": cwd}
             request["preloaded"] = is_preloaded
             # the sandbox opens an empty input itself: the null device of the machine must not be in it
-            fds = self.program_fds if self.has_input else self.program_fds[1:]
+            fds = self.program_fds if self._stdin is not None else self.program_fds[1:]
             reply = await self._request_start(request, tuple(fds))
         except BaseException as error:
             self.close_pipes()

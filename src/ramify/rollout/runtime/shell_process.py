@@ -17,14 +17,12 @@ import errno
 import os
 import secrets
 import signal
-from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar
 
 from ramify.core.errors import SandboxError
-from ramify.env.runtime import TIMEOUT_EXIT_CODE, ExecResult, RuntimeProcess
-from ramify.processes.cleanup import MARKER_VARIABLE
-from ramify.rollout.runtime.piped_process import BoundedOutput
+from ramify.env.runtime import ExecResult
+from ramify.rollout.runtime.piped_process import CapturedProcess
 
 # Records inside the output of a program. A record is one line: the random marker of the program, then words.
 
@@ -132,7 +130,7 @@ done 2>/dev/null
 KillFunction = Callable[[str], Awaitable[None]]
 
 
-class ShellProcess(RuntimeProcess):
+class ShellProcess(CapturedProcess):
     """A program that `SPAWN_SCRIPT` started. A subclass connects its streams and calls `feed` and `set_exit_code`.
 
     - `kill_marked`: kills the processes of the sandbox with a marker. None: `kill` closes the streams only.
@@ -142,29 +140,20 @@ class ShellProcess(RuntimeProcess):
     can_end_input: ClassVar[bool] = True
 
     def __init__(self, max_output_bytes: int, kill_marked: KillFunction | None, *, interactive: bool) -> None:
+        super().__init__(max_output_bytes, interactive=interactive)
         self._kill_marked = kill_marked
         self.marker = secrets.token_hex(16)
         self.is_interactive = interactive
         self.is_closed = False
-        self._lines = asyncio.StreamReader(limit=max(max_output_bytes, 1)) if interactive else None
-        outputs = (BoundedOutput(max_output_bytes), BoundedOutput(max_output_bytes))
-        self._outputs = outputs
         self._filters = (
             RecordFilter(self.marker, self._write_stdout, self._handle_stdout_record),
-            RecordFilter(self.marker, outputs[1].write, self._handle_stderr_record),
+            RecordFilter(self.marker, self._outputs[1].write, self._handle_stderr_record),
         )
-        loop = asyncio.get_running_loop()
-        self._started: asyncio.Future[None] = loop.create_future()
-        self._exit_code: asyncio.Future[int] = loop.create_future()
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_exit_records = 0
         self._has_stdout_ended = False
         self._program = ""
         self._cwd = ""
-
-    @property
-    def marker_variable(self) -> dict[str, str]:
-        """The environment variable by which the processes of the program are found."""
-        return {MARKER_VARIABLE: self.marker}
 
     def build_arguments(self, argv: Sequence[str], cwd: str, *, has_stdin: bool) -> list[str]:
         """Return the arguments of `sh` that start a program. Raises ValueError or OSError if an argument is invalid."""
@@ -198,50 +187,25 @@ class ShellProcess(RuntimeProcess):
         if stream == 1:
             self._end_stdout()
 
-    def set_exit_code(self, status: int) -> None:
-        """Record the exit status that the sandbox reports. The first call counts."""
-        if not self._exit_code.done():
-            is_signal = SIGNAL_STATUS < status < SIGNAL_STATUS + signal.NSIG
-            self._exit_code.set_result(SIGNAL_STATUS - status if is_signal else status)
-
-    @property
-    def has_exited(self) -> bool:
-        """Whether the program itself has exited; its children may still run."""
-        return self._exit_code.done()
+    def set_exit_code(self, exit_code: int) -> None:
+        """Record the exit status that the sandbox reports."""
+        is_signal = SIGNAL_STATUS < exit_code < SIGNAL_STATUS + signal.NSIG
+        super().set_exit_code(SIGNAL_STATUS - exit_code if is_signal else exit_code)
 
     async def kill_tree(self) -> None:
         """Kill the program and all processes it started; return when they are gone."""
         if self._kill_marked is not None:
             await self._kill_marked(self.marker)
 
-    @abstractmethod
-    async def close(self) -> None:
-        """Close the streams."""
-
     async def wait(self, timeout: float) -> ExecResult:
         """Wait until the program exits, or kill it after `timeout` seconds, and return its output."""
         timed_out = not (await asyncio.wait([self._exit_code], timeout=timeout))[0]
         if timed_out:
             await self.kill_tree()
-        returncode = TIMEOUT_EXIT_CODE if timed_out else self._exit_code.result()
-        stdout, stderr = (output.getvalue() for output in self._outputs)
+        result = self._build_result(timed_out=timed_out)
         if timed_out:
             await self.close()
-        return ExecResult(returncode, stdout, stderr, timed_out)
-
-    async def kill(self) -> None:
-        """Kill the program and all it started, and close the streams."""
-        try:
-            await self.kill_tree()
-        finally:
-            await self.close()
-
-    async def read_line(self, timeout: float) -> bytes:
-        """Return the next line of an interactive program's output."""
-        if self._lines is None:
-            raise ValueError("only an interactive program's output can be read by lines")
-        async with asyncio.timeout(timeout):
-            return await self._lines.readline()
+        return result
 
     def _write_stdout(self, data: bytes) -> None:
         self._outputs[0].write(data)

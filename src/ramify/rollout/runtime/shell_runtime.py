@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from ramify.core.errors import AgentFailed, ConfigInvalid, RamifyError, SandboxError
 from ramify.env.runtime import CommandLine, ExecResult, Runtime, RuntimeConfig, build_argv
 from ramify.env.task import Task
+from ramify.processes.cleanup import MARKER_VARIABLE
 from ramify.rollout.runtime.shell_files import ShellFiles
 from ramify.rollout.runtime.shell_process import (
     KILL_SCRIPT,
@@ -174,7 +175,7 @@ class ShellRuntime(Runtime):
         has_stdin = process.can_end_input if process.is_interactive else stdin is not None
         args = process.build_arguments(argv, cwd, has_stdin=has_stdin)
         self._processes = [other for other in self._processes if not other.is_closed] + [process]
-        variables = {} if env is None else {**env, **process.marker_variable}
+        variables = {} if env is None else {**env, MARKER_VARIABLE: process.marker}
         try:
             await self._open_shell(process, args, variables, stdin)
             await process.wait_started()
