@@ -13,7 +13,8 @@ import uvicorn
 
 from ramify.core.config import parse_section
 from ramify.core.errors import ConfigInvalid, SandboxError
-from ramify.env import McpServerConfig, ToolSet, open_mcp_servers
+from ramify.env import McpServerConfig, ToolSet
+from ramify.env.mcp import extend_tools
 from ramify.trace import MediaPart, ToolCall
 from tests.support import mcp_server
 from tests.support.images import make_media
@@ -78,8 +79,7 @@ def url():
 async def call_all_tools(server: McpServerConfig) -> int:
     """Call all tools of a server; return the id of its process."""
     context = make_context()
-    async with open_mcp_servers({"test": server}) as server_tools:
-        tools = ToolSet(server_tools)
+    async with extend_tools(ToolSet(), {"test": server}, None) as tools:
         assert [tool.name for tool in tools.tools] == ["add", "fail", "look", "process"]
         schema = tools.schemas[0]["function"]
         assert schema["description"] == "Add two numbers."
@@ -106,9 +106,9 @@ async def test_url_server(url):
 
 async def test_exit_of_a_server_raises_a_sandbox_error():
     config = McpServerConfig(command=[sys.executable, "-S", mcp_server.__file__])
-    async with open_mcp_servers({"one": config}) as server_tools:
+    async with extend_tools(ToolSet(), {"one": config}, None) as tools:
         with pytest.raises(SandboxError, match="'one' closed the connection"):
-            await ToolSet(server_tools).call(ToolCall("1", "shout", '{"text": 1}'), make_context())
+            await tools.call(ToolCall("1", "shout", '{"text": 1}'), make_context())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ async def test_exit_of_a_server_raises_a_sandbox_error():
 )
 async def test_server_that_cannot_be_opened_raises_its_name(server, message):
     with pytest.raises(SandboxError, match=message):
-        async with open_mcp_servers({"x": server}):
+        async with extend_tools(ToolSet(), {"x": server}, None):
             pass
 
 

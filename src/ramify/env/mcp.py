@@ -1,6 +1,6 @@
 """Tools of MCP servers. A config names a command to start (stdio) or a URL (streamable HTTP).
 
-Servers are open while the context manager `open_mcp_servers` is active. The MCP library ties a connection to the
+Servers are open while the context manager `extend_tools` is active. The MCP library ties a connection to the
 asyncio task that opened it, while tools are called from other tasks, so each server gets its own task, which opens the
 connection, waits and closes it. The library is the extra `mcp` and is imported only if a config names a server.
 """
@@ -79,25 +79,22 @@ class McpTool(Tool):
 
 
 @contextlib.asynccontextmanager
-async def open_mcp_servers(servers: Mapping[str, McpServerConfig]) -> AsyncGenerator[list[Tool]]:
-    """Open all servers and yield their tools. Raises SandboxError if a server cannot be reached."""
+async def extend_tools(
+    tools: ToolSet, servers: Mapping[str, McpServerConfig], timeout: float | None
+) -> AsyncGenerator[ToolSet]:
+    """Yield the tools and the tools of these servers, with a time limit in seconds on each call if there is one.
+
+    Raises SandboxError if a server cannot be reached.
+    """
+    if not servers and timeout is None:
+        yield tools
+        return
     async with contextlib.AsyncExitStack() as stack:
         connections = [_McpConnection(name, config) for name, config in servers.items()]
         for connection in connections:
             stack.push_async_callback(connection.close)
-        yield [tool for tools in await asyncio.gather(*(c.open() for c in connections)) for tool in tools]
-
-
-@contextlib.asynccontextmanager
-async def extend_tools(
-    tools: ToolSet, servers: Mapping[str, McpServerConfig], timeout: float | None
-) -> AsyncGenerator[ToolSet]:
-    """Yield the tools and the tools of these servers, with a time limit in seconds on each call if there is one."""
-    if not servers and timeout is None:
-        yield tools
-        return
-    async with open_mcp_servers(servers) as mcp_tools:
-        all_tools = (*tools.tools, *mcp_tools)
+        opened = await asyncio.gather(*(connection.open() for connection in connections))
+        all_tools = [*tools.tools, *(tool for server_tools in opened for tool in server_tools)]
         yield ToolSet(all_tools if timeout is None else [ToolWithTimeout(tool, timeout) for tool in all_tools])
 
 
