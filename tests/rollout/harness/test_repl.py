@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from ramify.env import RuntimeProcess
-from ramify.rollout.harness.repl import REPL_SCRIPT, Repl, ReplSettings
+from ramify.rollout.harness.config import RlmHarnessConfig
+from ramify.rollout.harness.repl import REPL_SCRIPT, Repl
 from ramify.rollout.runtime import LocalRuntime
 
 NUM_CHARS = 1_000_000
@@ -44,7 +45,8 @@ class SlowRuntime(LocalRuntime):
 
 
 async def test_message_that_a_timeout_divides_is_read_to_its_end():
-    repl = Repl(SlowRuntime(), ReplSettings(1.0, 0, 1000, 1000, {}, []), lambda *_: asyncio.sleep(0))
+    config = RlmHarnessConfig(run_timeout=1.0, max_restarts=0)
+    repl = Repl(SlowRuntime(), config, {}, [], lambda *_: asyncio.sleep(0))
     result = await repl.run("code")
     assert result.output == "all of it\nerror: interrupted after 1 s"
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ramify.rollout.harness.repl import Repl, ReplSettings
+from ramify.rollout.harness.config import RlmHarnessConfig
+from ramify.rollout.harness.repl import Repl
 from tests.rollout.runtime.conftest import run_with_runtime
 
 pytestmark = pytest.mark.process
@@ -14,7 +15,8 @@ async def answer_prompts(function, arguments):
 
 async def test_code_is_run_interrupted_and_restarted(kind):
     async def run_code(runtime):
-        repl = Repl(runtime, ReplSettings(2.0, 1, 1000, 1000, {"context": "x" * 100_000}, []), answer_prompts)
+        config = RlmHarnessConfig(run_timeout=2.0, max_restarts=1)
+        repl = Repl(runtime, config, {"context": "x" * 100_000}, [], answer_prompts)
         try:
             codes = ["y = llm_batch(['a', 'b'])\nprint(len(context), y)", "import time\ntime.sleep(60)", "y"]
             return [await repl.run(code) for code in [*codes, "import os\nos._exit(3)", "answer = 'y' in globals()"]]

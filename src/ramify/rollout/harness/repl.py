@@ -19,6 +19,7 @@ import msgspec
 
 from ramify.core.errors import AgentFailed, ConfigInvalid, RamifyError, SandboxError
 from ramify.env import Runtime, RuntimeProcess
+from ramify.rollout.harness.config import RlmHarnessConfig
 
 REPL_SCRIPT = Path(__file__).with_name("repl_script.py").read_text()
 START_TIMEOUT = 60.0  # seconds for the interpreter to start
@@ -57,29 +58,27 @@ class ReplResult:
     answer: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReplSettings:
-    """Limits of a REPL, and what it defines at the start."""
-
-    run_timeout: float
-    """Seconds that code may run, without its calls of the model."""
-    max_restarts: int
-    max_output_chars: int
-    max_answer_chars: int
-    variables: Mapping[str, Any]
-    tools: Sequence[Mapping[str, Any]]
-    """The functions that call tools: the names of function, tool and parameters, and the docstring."""
-
-
 class ReplLost(Exception):
     """The interpreter ended or is unusable; the message says why."""
 
 
 class Repl:
-    """A Python interpreter that keeps its variables from one run to the next. It is started by the first run."""
+    """A Python interpreter that keeps its variables from one run to the next. It is started by the first run.
 
-    def __init__(self, runtime: Runtime, settings: ReplSettings, handle_call: CallHandler) -> None:
-        self._runtime, self._settings, self._handle_call = runtime, settings, handle_call
+    - `variables`: what it defines at the start.
+    - `tools`: its functions that call tools: the names of function, tool and parameters, and the docstring.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: RlmHarnessConfig,
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+        handle_call: CallHandler,
+    ) -> None:
+        self._runtime, self._config, self._handle_call = runtime, config, handle_call
+        self._variables, self._tools = variables, tools
         self._process: RuntimeProcess | None = None
         self._partial_message = bytearray()
         self._num_lost = 0
@@ -93,17 +92,17 @@ class Repl:
         except ReplLost as lost:
             await self.close()
             self._num_lost += 1
-            if self._num_lost > self._settings.max_restarts:
+            if self._num_lost > self._config.max_restarts:
                 raise AgentFailed(
                     f"the agent's code ended its REPL {self._num_lost} times; the last time {lost}"
                 ) from lost
             return ReplResult(f"error: {lost}. A new REPL starts with the next code; all variables you set are lost.")
-        output = cut_text(message.output, self._settings.max_output_chars, force=message.is_cut)
+        output = cut_text(message.output, self._config.max_output_chars, force=message.is_cut)
         if was_interrupted:
-            output += f"\nerror: interrupted after {self._settings.run_timeout:g} s"
-        if message.answer is not None and len(message.answer) > self._settings.max_answer_chars:
+            output += f"\nerror: interrupted after {self._config.run_timeout:g} s"
+        if message.answer is not None and len(message.answer) > self._config.max_answer_chars:
             output += f"\nerror: `answer` has {len(message.answer)} characters, and at most "
-            return ReplResult(output + f"{self._settings.max_answer_chars} are accepted; set a shorter one")
+            return ReplResult(output + f"{self._config.max_answer_chars} are accepted; set a shorter one")
         return ReplResult(output, message.answer)
 
     async def close(self) -> None:
@@ -123,13 +122,12 @@ class Repl:
         except (OSError, ValueError) as error:
             raise SandboxError(f"a REPL cannot be started: {error}") from error
         self._process, self._partial_message = process, bytearray()
-        settings = self._settings
         start = {
             "op": "start",
-            "variables": settings.variables,
-            "tools": settings.tools,
+            "variables": self._variables,
+            "tools": self._tools,
             "max_line_bytes": min(MAX_LINE_BYTES, self._runtime.config.max_output_bytes),
-            "max_output_bytes": settings.max_output_chars * MAX_CHAR_BYTES,
+            "max_output_bytes": self._config.max_output_chars * MAX_CHAR_BYTES,
         }
         try:
             await self._send(process, start)
@@ -145,7 +143,7 @@ class Repl:
 
     async def _wait_until_done(self, process: RuntimeProcess) -> tuple[ReplMessage, bool]:
         """Answer calls until the code is done; interrupt it after `run_timeout`. Return also whether it was."""
-        remaining, was_interrupted = self._settings.run_timeout, False
+        remaining, was_interrupted = self._config.run_timeout, False
         while True:
             start = time.monotonic()
             try:
@@ -153,7 +151,7 @@ class Repl:
             except TimeoutError:
                 if was_interrupted:
                     raise ReplLost(
-                        f"the code ran for {self._settings.run_timeout:g} s and ignored an interrupt"
+                        f"the code ran for {self._config.run_timeout:g} s and ignored an interrupt"
                     ) from None
                 await self._send(process, {"op": "interrupt"})
                 remaining, was_interrupted = INTERRUPT_TIMEOUT, True

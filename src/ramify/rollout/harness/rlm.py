@@ -29,7 +29,7 @@ from ramify.env.tools import ErrorText, ToolContent
 from ramify.rollout.harness.base import build_initial_messages
 from ramify.rollout.harness.chat import ChatHarness, ChatLoop
 from ramify.rollout.harness.config import RlmHarnessConfig
-from ramify.rollout.harness.repl import Repl, ReplFunction, ReplSettings, check_line_limit, cut_text
+from ramify.rollout.harness.repl import Repl, ReplFunction, check_line_limit, cut_text
 from ramify.trace import Media, Message, TextPart, ToolCall
 
 if TYPE_CHECKING:
@@ -196,15 +196,8 @@ class RlmConversation:
         self._rollout, self._depth = rollout, depth
         config, runtime = rollout.config, rollout.context.runtime
         assert runtime is not None
-        settings = ReplSettings(
-            config.run_timeout,
-            config.max_restarts,
-            config.max_output_chars,
-            config.max_answer_chars,
-            {"context": repl_context},
-            rollout.tools.describe_functions(),
-        )
-        self._repl = Repl(runtime, settings, self._handle_call)
+        functions = rollout.tools.describe_functions()
+        self._repl = Repl(runtime, config, {"context": repl_context}, functions, self._handle_call)
         self._python = PythonTool(self._repl)
         own_stops = [Hook(self.answer_is_set, "rlm"), *([Hook(self.max_sub_turns, "rlm")] if depth else [])]
         self._loop = ChatLoop(
