@@ -67,8 +67,6 @@ class Environment:
     taskset: Taskset
     hooks: TasksetHooks
     harness: Harness
-    runtime_class: type[Runtime]
-    runtime_config: RuntimeConfig
     limits: RolloutLimits
     sampling_metadata: dict[str, Any]
     """The sampling parameters, in the form that traces store."""
@@ -125,8 +123,6 @@ class Environment:
             taskset=taskset,
             hooks=hooks,
             harness=harness,
-            runtime_class=runtime_class,
-            runtime_config=runtime_config,
             limits=source.limits,
             sampling_metadata=source.sampling.model_dump(mode="json"),
             runtime_metadata=idle_runtime.trace_metadata,
@@ -163,14 +159,14 @@ class Environment:
         defaults of a user's plugin are part of its code. Keys of the runtime that say where its programs run, but not
         what they can do, are left out.
         """
-        plugins = (type(self.taskset), type(self.harness), self.runtime_class)
+        plugins, runtime_config = (self.taskset, self.harness, self.idle_runtime), self.idle_runtime.config
         config = {"taskset": self.taskset.config, "harness": self.harness.config, "sampling": self.source.sampling}
         return {
-            "code": {file: digest for cls in plugins for file, digest in compute_code_digests(cls).items()},
+            "code": {file: digest for part in plugins for file, digest in compute_code_digests(type(part)).items()},
             **{name: part.model_dump(mode="json", exclude_defaults=True) for name, part in config.items()},
             "runtime": {
-                "id": self.runtime_config.id,
-                **self.runtime_config.model_dump(mode="json", exclude_defaults=True, exclude=PLACEMENT_KEYS),
+                "id": runtime_config.id,
+                **runtime_config.model_dump(mode="json", exclude_defaults=True, exclude=PLACEMENT_KEYS),
             },
         }
 

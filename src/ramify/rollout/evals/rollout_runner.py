@@ -66,7 +66,7 @@ async def _open_in_workers(
 
     environment_digest = compute_environment_digest(environment.identity)
     source = environment.source.model_dump(mode="json")
-    if environment.runtime_config.keep_workdir:
+    if environment.idle_runtime.config.keep_workdir:
         source["runtime"] = {**source["runtime"], "keep_workdir": True}
     server_config = EnvServerConfig.model_validate(
         {
