@@ -171,6 +171,7 @@ class Runtime(ABC):
     """
 
     config: RuntimeConfig
+    _kept_workdir: Path | None = None  # `stop` sets it
 
     def __init__(self, config: RuntimeConfig) -> None:
         self.config = config
@@ -191,7 +192,7 @@ class Runtime(ABC):
 
         There is one if `config.keep_workdir` is set.
         """
-        return None
+        return self._kept_workdir
 
     @property
     def capabilities(self) -> Capabilities:

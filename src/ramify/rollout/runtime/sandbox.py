@@ -52,18 +52,12 @@ class SandboxRuntime(Runtime):
         self._relative_workdir = PurePath()
         self._files: SandboxFiles | None = None
         self._forward: PortForward | None = None
-        self._kept_workdir: Path | None = None
         self._stopped = False
 
     @property
     def workdir(self) -> Path:
         """The work directory, as programs see it."""
         return Path(WORK_DIR) / self._relative_workdir
-
-    @property
-    def kept_workdir(self) -> Path | None:
-        """The copy of the work directory."""
-        return self._kept_workdir
 
     @property
     def capabilities(self) -> Capabilities:

@@ -40,18 +40,12 @@ class ShellRuntime(Runtime):
         self._default_workdir = self._workdir = PurePosixPath(workdir)
         self._processes: list[ShellProcess] = []  # may contain exited ones
         self._files: ShellFiles | None = None
-        self._kept_workdir: Path | None = None
         self._variables = {"TMPDIR": "/tmp"}  # of every program, besides the configured ones
 
     @property
     def workdir(self) -> Path:
         """The work directory, as programs see it."""
         return Path(self._workdir)
-
-    @property
-    def kept_workdir(self) -> Path | None:
-        """The copy of the work directory."""
-        return self._kept_workdir
 
     def check_task(self, task: Task) -> None:
         """Raise ConfigInvalid if this runtime lacks what the task needs."""
