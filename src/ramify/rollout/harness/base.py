@@ -36,12 +36,6 @@ def build_initial_messages(task: Task) -> tuple[list[Message], dict[str, Media]]
     return messages, parser.media
 
 
-def format_initial_messages(task: Task) -> list[dict[str, Any]]:
-    """Return the initial messages of a task in OpenAI's format, with its images as data URLs."""
-    messages, media = build_initial_messages(task)
-    return [format_message(message, media) for message in messages]
-
-
 def join_prompt_text(task: Task) -> str:
     """Return the initial messages of a task as one text, for a program that takes one.
 
@@ -115,7 +109,8 @@ class Harness(ABC):
 
     def format_prompt(self, task: Task) -> list[dict[str, Any]]:
         """Return the system message and the prompt of a task in OpenAI's format, with its images as data URLs."""
-        return format_initial_messages(task)
+        messages, media = build_initial_messages(task)
+        return [format_message(message, media) for message in messages]
 
     @abstractmethod
     async def run(

@@ -77,7 +77,7 @@ class Compactor:
         questions = [message for message in request.messages if message.role == "user"]
         summary_request = await self._ask_for_summary(request, results)
         if results and not await self._has_room(summary_request):
-            notes = [_replace_content(result, OMITTED_RESULT) for result in results]
+            notes = [replace(result, content=OMITTED_RESULT) for result in results]
             summary_request = await self._ask_for_summary(request, notes)
         reply = await self._session.generate(summary_request)
         metrics = self._session.trace.metrics
@@ -95,7 +95,7 @@ class Compactor:
         summary_request = replace(request, messages=(*results, SUMMARY_REQUEST))
         if not results or await self._session.keeps_history(summary_request):
             return summary_request
-        last = _replace_content(results[-1], f"{results[-1].text}\n\n{SUMMARY_REQUEST.text}")
+        last = replace(results[-1], content=f"{results[-1].text}\n\n{SUMMARY_REQUEST.text}")
         return replace(request, messages=(*results[:-1], last))
 
     async def _has_room(self, request: ModelRequest) -> bool:
@@ -104,10 +104,6 @@ class Compactor:
             return limit is None or await self._session.count_prompt_tokens(request) <= limit - limit // SUMMARY_SHARE
         except ContextOverflow:
             return False
-
-
-def _replace_content(result: Message, content: str) -> Message:
-    return Message(result.role, content, tool_call_id=result.tool_call_id)
 
 
 EXCERPT_CHARS = 200  # of a malformed tool call

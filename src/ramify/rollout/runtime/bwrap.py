@@ -7,7 +7,6 @@ that libraries can do without it.
 """
 
 import errno
-import json
 import os
 import platform
 import shutil
@@ -226,11 +225,6 @@ def build_env(config: SandboxRuntimeConfig) -> dict[str, str]:
         "USER": "agent",
         "LANG": "C.UTF-8",
     } | config.env
-
-
-def parse_child_pid(info: bytes) -> int:
-    """Return the process id of the sandbox's first process from what bubblewrap reported."""
-    return int(json.loads(info)["child-pid"])
 
 
 def find_interpreter() -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from functools import cache
 from ramify.core.errors import AgentFailed, RamifyError, SandboxError
 from ramify.env.runtime import ResourceLimits
 from ramify.processes.exit import SIGNAL_EXIT_OFFSET
-from ramify.rollout.runtime.bwrap import build_bwrap_command, build_seccomp_filter, parse_child_pid
+from ramify.rollout.runtime.bwrap import build_bwrap_command, build_seccomp_filter
 from ramify.rollout.runtime.cgroup import Cgroup, find_cgroup_parents, find_leftover_groups
 from ramify.rollout.runtime.config import SandboxRuntimeConfig
 from ramify.rollout.runtime.owner import remove_leftovers
@@ -200,7 +201,7 @@ class BwrapSandbox(RunningSandbox):
             reason = (errors.read(MAX_REASON_BYTES) or b"").decode(errors="replace").strip()
             raise self._explain(reason or "bwrap gave no reason", config)
         errors.close()  # nobody reads it from now on, and a write fails
-        self._take_files(fds_received, parse_child_pid(await asyncio.to_thread(info.read)))
+        self._take_files(fds_received, int(json.loads(await asyncio.to_thread(info.read))["child-pid"]))
 
     async def _wait_for_exit(self) -> int | None:
         assert self._bwrap is not None
