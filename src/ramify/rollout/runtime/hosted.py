@@ -18,7 +18,7 @@ import importlib.util
 import itertools
 import math
 import shlex
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from ramify.core.async_calls import cancel_all
@@ -266,11 +266,14 @@ class HostedRuntime(ShellRuntime):
         if find_unsupported_reason():
             return []
         sdk = _load_sdk()
-        with _translate_clean_errors():
+        try:
             client = sdk.SandboxClient(sdk.APIClient())
             leftovers = [id for id, owner in _iter_owners(client) if not is_owner_alive(owner)]
             for sandbox_id in leftovers:
                 client.delete(sandbox_id)
+        except Exception as error:
+            text = f"hosted sandboxes cannot be listed or deleted: {type(error).__name__}: {error}"
+            raise SandboxError(text) from error
         return [f"hosted sandbox {sandbox_id}" for sandbox_id in leftovers]
 
     def _build_request(self, task: Task) -> dict[str, Any]:
@@ -348,11 +351,3 @@ def _iter_owners(client: Any) -> Iterator[tuple[str, str]]:
                     yield sandbox.id, label.removeprefix(OWNER_LABEL)
         if not listing.has_next:
             return
-
-
-@contextlib.contextmanager
-def _translate_clean_errors() -> Generator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise SandboxError(f"hosted sandboxes cannot be listed or deleted: {type(error).__name__}: {error}") from error
