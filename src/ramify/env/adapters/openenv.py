@@ -12,8 +12,7 @@ import json
 import random
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
@@ -138,10 +137,6 @@ class OpenEnvSession:
             )
             for tool in tools
         ]
-
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Call a tool and return the observation, with `reward` and `done`. Raises ActionInvalid."""
-        return await self.step({"type": "call_tool", "tool_name": name, "arguments": arguments})
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
         """Take an action and return the observation, with `reward` and `done`. Raises ActionInvalid."""
@@ -280,9 +275,10 @@ class OpenEnv(rf.Taskset):
                 if conversation.tools and not reply.tool_calls:
                     return "done"  # an environment of tools ends with the answer of the agent
                 messages = list[dict[str, str]]()
-                for message, take_action in self._list_actions(session, reply):
+                for call in reply.tool_calls or (None,):
+                    message = {"role": "user"} if call is None else {"role": "tool", "tool_call_id": call.id}
                     try:
-                        result = await take_action()
+                        result = await session.step(self._parse_action(reply, call))
                     except ActionInvalid as error:
                         num_invalid += 1
                         if num_invalid == config.max_invalid_actions:
@@ -296,24 +292,6 @@ class OpenEnv(rf.Taskset):
                         break
         return "done"
 
-    def _list_actions(
-        self, session: OpenEnvSession, reply: rf.Message
-    ) -> list[tuple[dict[str, str], Callable[[], Awaitable[dict[str, Any]]]]]:
-        """Return the actions of a reply, its tool calls or its text, and with each how its answer begins."""
-
-        async def act() -> dict[str, Any]:
-            return await session.step(self._parse_action(reply.text))
-
-        async def call_tool(name: str, arguments: str) -> dict[str, Any]:
-            return await session.call_tool(name, _parse_json(arguments))
-
-        if not reply.tool_calls:
-            return [({"role": "user"}, act)]
-        return [
-            ({"role": "tool", "tool_call_id": call.id}, partial(call_tool, call.name, call.arguments))
-            for call in reply.tool_calls
-        ]
-
     @rf.reward
     def episode(self, state: SimpleNamespace) -> float:
         """The sum of the rewards of the steps, or the last one; 0 without a step."""
@@ -325,11 +303,13 @@ class OpenEnv(rf.Taskset):
         """The number of actions that the environment took."""
         return float(len(state.step_rewards))
 
-    def _parse_action(self, reply: str) -> dict[str, Any]:
-        """Return the action of a reply. Raises ActionInvalid if the reply should be JSON and is not."""
+    def _parse_action(self, reply: rf.Message, call: rf.ToolCall | None) -> dict[str, Any]:
+        """Return the action of a call, or else of the text. Raises ActionInvalid if that should be JSON and is not."""
+        if call is not None:
+            return {"type": "call_tool", "tool_name": call.name, "arguments": _parse_json(call.arguments)}
         if self.config.action_field is not None:
-            return {self.config.action_field: reply}
-        return _parse_json(extract_code(reply))
+            return {self.config.action_field: reply.text}
+        return _parse_json(extract_code(reply.text))
 
     def _format_observation(self, result: dict[str, Any]) -> str:
         """Return the text of an observation. Raises ConfigInvalid if it lacks the field of the config."""
