@@ -135,10 +135,7 @@ class TasksetHarness(Harness):
     """
 
     requires_endpoint = True
-
-    def __init__(self, config: HarnessConfig | None = None) -> None:
-        super().__init__(config or HarnessConfig(id="taskset"))
-        self._run_agent: Hook | None = None
+    _run_agent: Hook | None = None
 
     def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
         """Raise ConfigInvalid if the taskset has no hook `run_agent`, or hooks that the agent cannot use."""

@@ -114,9 +114,6 @@ class ChatHarness(Harness):
 
     config: ChatHarnessConfig
 
-    def __init__(self, config: ChatHarnessConfig | None = None) -> None:
-        super().__init__(config or ChatHarnessConfig())
-
     def check_task(self, task: Task, hooks: TasksetHooks) -> None:
         """Raise ConfigInvalid if neither a prompt nor a user can start the conversation."""
         if task.prompt is None and hooks.user is None:

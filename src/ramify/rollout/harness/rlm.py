@@ -134,9 +134,6 @@ class RlmHarness(ChatHarness):
 
     config: RlmHarnessConfig
 
-    def __init__(self, config: RlmHarnessConfig | None = None) -> None:
-        super().__init__(config or RlmHarnessConfig())
-
     def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
         """Raise ConfigInvalid if a tool has a name of the REPL, or if the runtime cannot carry its messages."""
         check_tool_names(hooks.static_tools.tools)

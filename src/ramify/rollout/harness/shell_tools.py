@@ -121,9 +121,9 @@ class BashHarness(ChatHarness):
 
     config: BashHarnessConfig
 
-    def __init__(self, config: BashHarnessConfig | None = None) -> None:
-        super().__init__(config or BashHarnessConfig())
-        self._tools = ToolSet(ShellTools(self.config.command_timeout, self.config.max_output_chars).list_tools())
+    def __init__(self, config: BashHarnessConfig) -> None:
+        super().__init__(config)
+        self._tools = ToolSet(ShellTools(config.command_timeout, config.max_output_chars).list_tools())
 
     def check_compatibility(self, hooks: TasksetHooks, runtime: Runtime) -> None:
         """Raise ConfigInvalid if a tool of the taskset has the name of a tool of this harness."""
