@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ramify.core.async_calls import retry
+from ramify.core.async_calls import cancel_all, retry
 from ramify.core.errors import AgentFailed, EnvironmentFault
 from ramify.core.terminal import format_event
 from ramify.env import Runtime, Task
@@ -146,9 +146,7 @@ class PreparedRuntimes:
     async def close(self) -> None:
         """Stop the prepared runtimes. What cannot be stopped is logged."""
         self._size = 0
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         runtimes = [*self._prepared, *self._unstopped]
         self._prepared, self._unstopped = [], []
         await asyncio.gather(*(self._stop(runtime) for runtime in runtimes))

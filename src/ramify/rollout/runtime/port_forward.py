@@ -11,6 +11,8 @@ import contextlib
 import socket
 import time
 
+from ramify.core.async_calls import cancel_all
+
 CHUNK = 1 << 16
 CONNECT_TIMEOUT = 10.0  # seconds
 MAX_CONNECTIONS = 128  # at once; each is two open files and up to half a MiB of buffers, here and in the gateway
@@ -40,9 +42,7 @@ class PortForward:
         """Close the listening socket and all connections."""
         if self._server is not None:
             self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
