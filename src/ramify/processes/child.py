@@ -155,10 +155,10 @@ class ChildProcess:
 
     def poll(self) -> int | None:
         """Return the exit code if the process and its descendants have exited, else None."""
-        if self._is_starting and self._control_socket is not None and _is_readable(self._control_socket.fileno()):
+        if self._is_starting and self._control_socket is not None and is_readable(self._control_socket.fileno()):
             is_gone = not self._read_pids() and self._watcher_pidfd is None
             self.exit_code = EXIT_NOT_STARTED if is_gone else self.exit_code
-        if self.exit_code is None and self._watcher_pidfd is not None and _is_readable(self._watcher_pidfd):
+        if self.exit_code is None and self._watcher_pidfd is not None and is_readable(self._watcher_pidfd):
             popen = self._watcher_popen
             self.exit_code = popen.wait() if popen is not None else self._receive_exit_code()
         return self.exit_code
@@ -169,7 +169,7 @@ class ChildProcess:
             # A start that was cancelled or timed out leaves the pids to be read: a signal may wait for them.
             fd = self._control_socket.fileno() if self._is_starting and self._control_socket else self._watcher_pidfd
             assert fd is not None, "the process was not started"
-            await _wait_readable(fd)
+            await wait_readable(fd)
         return exit_code
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -244,7 +244,7 @@ class ChildProcess:
         """Receive the pids and a pidfd from the watcher. Return False if it exits first; raise TimeoutError."""
         assert self._control_socket is not None
         async with asyncio.timeout(timeout):
-            await _wait_readable(self._control_socket.fileno())
+            await wait_readable(self._control_socket.fileno())
         return self._read_pids() if self._is_starting else bool(self.pid)  # `poll` may have read them
 
     def _read_pids(self) -> bool:
@@ -296,7 +296,7 @@ async def _wait_for_fork(popen: subprocess.Popen[bytes], timeout: float) -> None
     pidfd = os.pidfd_open(popen.pid)
     try:
         async with asyncio.timeout(timeout):
-            await _wait_readable(pidfd)
+            await wait_readable(pidfd)
     finally:
         os.close(pidfd)
         if popen.poll() is None:
@@ -304,14 +304,14 @@ async def _wait_for_fork(popen: subprocess.Popen[bytes], timeout: float) -> None
             popen.wait()
 
 
-def _is_readable(fd: int) -> bool:
+def is_readable(fd: int) -> bool:
     """Return whether a file descriptor is readable or at its end."""
     poller = select.poll()  # `select` takes no descriptors above 1023
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(0))
 
 
-async def _wait_readable(fd: int) -> None:
+async def wait_readable(fd: int) -> None:
     """Wait until a file descriptor is readable or at its end. Several tasks may wait for the same one."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     own_fd = os.dup(fd)  # an event loop has one reader per descriptor

@@ -20,6 +20,7 @@ import msgspec
 
 from ramify.core.errors import AgentFailed, RamifyError, SandboxError
 from ramify.env.runtime import ExecResult
+from ramify.processes.child import wait_readable
 from ramify.processes.cleanup import MARKER_VARIABLE
 from ramify.rollout.runtime.piped_process import PipedProcess
 
@@ -65,23 +66,12 @@ def read_message(control: socket.socket) -> bytes | None:
         return b""
 
 
-async def wait_readable(file: socket.socket | int) -> None:
-    """Wait until a socket can be read, or the process of a pidfd has ended."""
-    loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(file, lambda: readable.done() or readable.set_result(None))
-    try:
-        await readable
-    finally:
-        loop.remove_reader(file)
-
-
 async def receive(control: socket.socket, num_fds: int) -> tuple[bytes, list[int], int]:
     """Return the next message, its open files, and the process id of its sender.
 
     The kernel fills in the process id if the socket asks for it (SO_PASSCRED); otherwise it is 0.
     """
-    await wait_readable(control)
+    await wait_readable(control.fileno())
     space = socket.CMSG_SPACE(CREDENTIALS.size) + socket.CMSG_SPACE(4 * num_fds)
     try:
         data, ancillary, _, _ = control.recvmsg(MAX_MESSAGE_BYTES, space)

@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from ramify.core.errors import SandboxError
 from ramify.env.runtime import ExecResult
+from ramify.processes.exit import SIGNAL_EXIT_OFFSET
 from ramify.rollout.runtime.piped_process import CapturedProcess
 
 # Records inside the output of a program. A record is one line: the random marker of the program, then words.
@@ -80,7 +81,6 @@ def _count_overlap(data: bytes, start: bytes) -> int:
 START_TIMEOUT = 60.0  # seconds for a sandbox to start a program
 KILL_TIMEOUT = 30.0  # seconds for a sandbox to kill a program and all it started
 MAX_ARGUMENT_BYTES = 1 << 17  # of one argument or variable, on Linux
-SIGNAL_STATUS = 128
 
 # It reads its input to the end: podman loses the output of a command that leaves some. It searches PATH itself,
 # since the shell of busybox prefers its own programs to those in PATH. No variable of the program begins with `r_`.
@@ -189,8 +189,8 @@ class ShellProcess(CapturedProcess):
 
     def set_exit_code(self, exit_code: int) -> None:
         """Record the exit status that the sandbox reports."""
-        is_signal = SIGNAL_STATUS < exit_code < SIGNAL_STATUS + signal.NSIG
-        super().set_exit_code(SIGNAL_STATUS - exit_code if is_signal else exit_code)
+        is_signal = SIGNAL_EXIT_OFFSET < exit_code < SIGNAL_EXIT_OFFSET + signal.NSIG
+        super().set_exit_code(SIGNAL_EXIT_OFFSET - exit_code if is_signal else exit_code)
 
     async def kill_tree(self) -> None:
         """Kill the program and all processes it started; return when they are gone."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.core.errors import EnvironmentFault, SandboxError
+from ramify.processes.child import is_readable, wait_readable
 from ramify.processes.exit import describe_exit
 from ramify.rollout.runtime import sandbox_init, sandbox_namespaces, sandbox_template
 from ramify.rollout.runtime.bwrap import (
@@ -41,7 +42,6 @@ from ramify.rollout.runtime.sandbox_process import (
     create_sealed_file,
     read_message,
     receive,
-    wait_readable,
 )
 
 TRANSIENT_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.ENFILE)  # a later fork may succeed
@@ -315,9 +315,9 @@ class ForkedSandbox(RunningSandbox):
             async with asyncio.timeout(self._template.fork_timeout):
                 with theirs:
                     await self._template.fork(theirs, config, self.disk_mb)
-                await wait_readable(ours)
+                await wait_readable(ours.fileno())
         except TimeoutError as error:
-            if not _has_message(ours):  # it may have come while this process was busy
+            if not is_readable(ours.fileno()):  # it may have come while this process was busy
                 self._template.kill()  # it hangs, or was stopped; the next sandbox starts another
                 reason = f"the template of sandboxes did not fork after {self._template.fork_timeout:g} s"
                 raise SandboxError(f"{reason}, and was killed with all its sandboxes") from error
@@ -352,14 +352,6 @@ class ForkedSandbox(RunningSandbox):
                     await wait_readable(self._first_process_fd)
             except TimeoutError as error:
                 raise SandboxError(f"a forked sandbox did not end after {STOP_TIMEOUT:g} s") from error
-
-
-def _has_message(control: socket.socket) -> bool:
-    try:
-        control.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def open_socket_pair() -> tuple[socket.socket, socket.socket]:
