@@ -129,6 +129,11 @@ class ExecResult:
         """Standard output as text, with invalid bytes replaced."""
         return self.stdout.decode("utf-8", "replace")
 
+    @property
+    def error_text(self) -> str:
+        """Standard error as text, with invalid bytes replaced."""
+        return self.stderr.decode("utf-8", "replace")
+
 
 def build_argv(command: CommandLine) -> list[str]:
     """Return a program and its arguments; a text is a line for `sh -c`. Raises ValueError if there is no program."""

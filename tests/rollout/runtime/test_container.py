@@ -482,4 +482,4 @@ async def test_cancelled_start_leaves_no_container(needs_engine):
         with pytest.raises(asyncio.CancelledError):
             await start
         listing = await runtime._get_engine().run("ps", "--all", "--format", "{{.Names}}")
-        assert name not in listing.stdout
+        assert name not in listing.text

@@ -341,7 +341,7 @@ async def _find_home(runtime: Runtime) -> str:
     """Return the home directory of programs in the runtime."""
     result = await runtime.run(["sh", "-c", 'printf %s "$HOME"'], timeout=HOME_TIMEOUT)
     if result.returncode or not result.text.startswith("/"):
-        raise EnvironmentFault(f"the runtime has no home directory: {result.text or result.stderr.decode()!r}")
+        raise EnvironmentFault(f"the runtime has no home directory: {result.text or result.error_text!r}")
     return result.text
 
 

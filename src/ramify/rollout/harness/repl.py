@@ -223,7 +223,7 @@ async def _describe_exit(process: RuntimeProcess) -> str:
     result = await process.wait(EXIT_TIMEOUT)
     if result.timed_out:
         return "the REPL closed its output"
-    stderr = result.stderr.decode("utf-8", "replace").strip()[-STDERR_CHARS:]
+    stderr = result.error_text.strip()[-STDERR_CHARS:]
     return f"the REPL exited with code {result.returncode}" + (f": {stderr}" if stderr else "")
 
 

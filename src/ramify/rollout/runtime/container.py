@@ -35,7 +35,6 @@ from ramify.rollout.runtime.container_engine import (
     NAME_PREFIX,
     ContainerEngine,
     ContainerProcess,
-    EngineResult,
     build_limit_options,
     fetch_image,
     find_engine,
@@ -191,8 +190,7 @@ class ContainerRuntime(ShellRuntime):
     async def _make_workdir(self, workdir: str) -> ExecResult:
         """Create the work directory as root: the user of the image may not be allowed to."""
         script = ["sh", "-c", WORKDIR_SCRIPT, "sh", workdir]
-        result = await self._get_engine().run("exec", "--user", "0", self._get_container().name, *script)
-        return ExecResult(result.returncode, result.stdout.encode(), result.stderr.encode())
+        return await self._get_engine().run("exec", "--user", "0", self._get_container().name, *script)
 
     async def _raise_unreachable(self, reason: str) -> None:
         state = await self._inspect("{{.State.Running}} {{.State.OOMKilled}}")
@@ -238,7 +236,7 @@ class ContainerRuntime(ShellRuntime):
         try:
             result = await asyncio.shield(start)
             if result.returncode:
-                raise SandboxError(f"a container of {image} cannot be started: {result.stderr.strip()[-1000:]}")
+                raise SandboxError(f"a container of {image} cannot be started: {result.error_text.strip()[-1000:]}")
             container.has_started = True
         except BaseException:
             await asyncio.wait([start])  # a container could appear after it was removed; `run` has a timeout
@@ -260,17 +258,19 @@ class ContainerRuntime(ShellRuntime):
             engine = self._get_engine()
             time_option = ["--time", "0"] if engine.name == "podman" else []
             result = await engine.run("rm", "--force", "--volumes", *time_option, container.name)
-            if result.returncode and "no such" not in result.stderr.lower():
-                raise SandboxError(f"the container {container.name} cannot be removed: {result.stderr.strip()[-500:]}")
+            if result.returncode and "no such" not in result.error_text.lower():
+                raise SandboxError(
+                    f"the container {container.name} cannot be removed: {result.error_text.strip()[-500:]}"
+                )
             self._container = None
 
     async def _inspect(self, template: str) -> str:
         container = self._get_container()
         result = await self._get_engine().run("inspect", "--type", "container", "--format", template, container.name)
         if result.returncode:
-            error = AgentFailed if "no such" in result.stderr.lower() else SandboxError
-            raise error(f"the container has ended: {result.stderr.strip()[-500:]}")
-        return result.stdout.strip()
+            error = AgentFailed if "no such" in result.error_text.lower() else SandboxError
+            raise error(f"the container has ended: {result.error_text.strip()[-500:]}")
+        return result.text.strip()
 
     def _get_engine(self) -> ContainerEngine:
         engine = find_engine(self.config)
@@ -286,7 +286,7 @@ class ContainerRuntime(ShellRuntime):
         return self._container
 
 
-async def _run_with_profile(engine: ContainerEngine, command: list[str], command_end: list[str]) -> EngineResult:
+async def _run_with_profile(engine: ContainerEngine, command: list[str], command_end: list[str]) -> ExecResult:
     """Run a command that starts a container, with the seccomp profile of containers."""
     profile = await asyncio.to_thread(build_seccomp_profile, engine)
     with tempfile.NamedTemporaryFile("w", prefix="ramify-seccomp-", suffix=".json") as file:

@@ -24,7 +24,7 @@ from typing import Any
 
 from ramify.core.config.schema import is_dict
 from ramify.core.errors import SandboxError
-from ramify.env.runtime import ResourceLimits
+from ramify.env.runtime import ExecResult, ResourceLimits
 from ramify.processes.program import run_program
 from ramify.rollout.runtime.config import ContainerRuntimeConfig
 from ramify.rollout.runtime.owner import Leftover, get_machine_id, is_owner_alive
@@ -165,15 +165,6 @@ class _ExecStreams(asyncio.SubprocessProtocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineResult:
-    """What a command of the engine returned."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@dataclass(frozen=True, slots=True)
 class ContainerEngine:
     """An installed engine: its name, its program with the arguments of every command, and where it runs containers."""
 
@@ -186,7 +177,7 @@ class ContainerEngine:
         """Whether containers run on this machine."""
         return self.host is None or self.host.startswith("unix:")
 
-    async def run(self, *args: str, timeout: float = COMMAND_TIMEOUT) -> EngineResult:
+    async def run(self, *args: str, timeout: float = COMMAND_TIMEOUT) -> ExecResult:
         """Run a command of the engine; cancelling this call kills it. Raises SandboxError if it takes too long."""
         loop = asyncio.get_running_loop()  # `create_subprocess_exec` returns no transport that could be closed
         starting = asyncio.ensure_future(
@@ -217,9 +208,7 @@ class ContainerEngine:
                     async with asyncio.timeout(KILL_TIMEOUT):
                         await process.wait()
             transport.close()  # its pipes stay open as long as descendants hold them
-        return EngineResult(
-            process.returncode or 0, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace")
-        )
+        return ExecResult(process.returncode or 0, stdout, stderr)
 
     def run_blocking(self, *args: str, timeout: float = COMMAND_TIMEOUT) -> str:
         """Return the output of a command, without an event loop. Raises SandboxError if it fails or does not end."""
@@ -271,7 +260,7 @@ async def fetch_image(engine: ContainerEngine, image: str, config: ContainerRunt
     options = select_options(config.engine_args, PULL_OPTIONS)
     result = await engine.run("pull", "--quiet", *options, image, timeout=PULL_TIMEOUT)
     if result.returncode:
-        raise SandboxError(f"the image {image} cannot be fetched: {result.stderr.strip()[-1000:]}")
+        raise SandboxError(f"the image {image} cannot be fetched: {result.error_text.strip()[-1000:]}")
 
 
 def select_options(engine_args: Sequence[str], names: Container[str]) -> list[str]:

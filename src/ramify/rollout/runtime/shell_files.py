@@ -256,7 +256,7 @@ def _raise_for_status(result: ExecResult, path: str | PurePath) -> None:
     if result.timed_out:
         raise SandboxError(f"copying {path} did not end in time")
     if result.returncode:
-        reason = result.stderr.decode("utf-8", "replace").strip()[-500:]
+        reason = result.error_text.strip()[-500:]
         raise OSError(_find_errno(reason), reason or f"status {result.returncode}", str(path))
 
 

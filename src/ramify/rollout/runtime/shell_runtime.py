@@ -124,14 +124,14 @@ class ShellRuntime(Runtime):
         except AgentFailed:
             return  # the sandbox has ended, and all its programs
         if result.returncode:
-            raise SandboxError(f"programs of the sandbox cannot be killed: {result.stderr.decode('utf-8', 'replace')}")
+            raise SandboxError(f"programs of the sandbox cannot be killed: {result.error_text}")
 
     async def _prepare_workdir(self, task: Task) -> None:
         """Create the work directory of a task, and remember it without links in its path."""
         workdir = self._default_workdir / (task.workdir or "")
         result = await self._make_workdir(str(workdir))
         if result.returncode or not result.stdout.startswith(b"/"):
-            reason = result.stderr.decode("utf-8", "replace").strip()
+            reason = result.error_text.strip()
             raise SandboxError(f"the work directory {workdir} cannot be made: {reason}")
         self._workdir = PurePosixPath(result.text.rstrip("\n"))
         self._files = ShellFiles(self._run_script, self._workdir, self.config.max_file_mb)
