@@ -88,9 +88,10 @@ class ContainerRuntime(ShellRuntime):
 
     def check_task(self, task: Task) -> None:
         """Raise ConfigInvalid if there are no containers here, or if they lack what the task needs."""
-        if reason := find_unsupported_reason(find_engine(self.config), self.config.engine):
+        engine = self._get_engine()
+        if reason := find_unsupported_reason(engine):
             raise ConfigInvalid(f"the runtime 'container' does not work on this machine: {reason}")
-        if problem := find_local_problem(self._get_engine(), self.config):
+        if problem := find_local_problem(engine, self.config):
             raise ConfigInvalid(problem, key="runtime")
         super().check_task(task)
 
@@ -140,7 +141,7 @@ class ContainerRuntime(ShellRuntime):
         """Remove the containers of processes of this machine that have ended."""
         assert isinstance(config, ContainerRuntimeConfig)
         engine = find_engine(config)
-        if engine is None or find_unsupported_reason(engine, config.engine):
+        if engine is None or find_unsupported_reason(engine):
             return ()
         return remove_leftovers(find_leftover_containers(engine))
 
@@ -275,8 +276,9 @@ class ContainerRuntime(ShellRuntime):
     def _get_engine(self) -> ContainerEngine:
         engine = find_engine(self.config)
         if engine is None:
+            name = "docker or podman" if self.config.engine == "auto" else self.config.engine
             raise ConfigInvalid(
-                f"the runtime 'container' does not work on this machine: no {self.config.engine} is installed"
+                f"the runtime 'container' does not work on this machine: {name} is not installed, or not in PATH"
             )
         return engine
 

@@ -230,11 +230,8 @@ def find_engine(config: ContainerRuntimeConfig) -> ContainerEngine | None:
 
 
 @cache
-def find_unsupported_reason(engine: ContainerEngine | None, wanted: str) -> str | None:
-    """Return why containers cannot be run here, None if they can. The result is cached."""
-    if engine is None:
-        name = "docker or podman" if wanted == "auto" else wanted
-        return f"{name} is not installed, or not in PATH"
+def find_unsupported_reason(engine: ContainerEngine) -> str | None:
+    """Return why an engine cannot run containers, None if it can. The result is cached."""
     try:
         get_engine_info(engine)
     except SandboxError as error:
