@@ -83,15 +83,15 @@ class Environment:
     _model_policies: dict[str, ChatPolicy] = field(default_factory=dict[str, ChatPolicy])
 
     @classmethod
-    def load(cls, source: SourceConfig, *, keep_sandboxes: bool = False, key: str = "") -> "Environment":
-        """Return the environment described by a source. `keep_sandboxes`: keep the files of its rollouts.
+    def load(cls, source: SourceConfig, *, key: str = "") -> "Environment":
+        """Return the environment described by a source.
 
         `key` is the key of the source in its configuration, for messages about its tables.
         """
         if (python := find_other_interpreter(source.python)) is not None:
             raise ConfigInvalid(f"this process runs {sys.executable}; run it with {python} -m ramify", key="python")
         harness_table = {"id": "chat", **source.harness}
-        runtime_table = {"id": "local", **source.runtime, **({"keep_workdir": True} if keep_sandboxes else {})}
+        runtime_table = {"id": "local", **source.runtime}
         tables = {"taskset": source.taskset, "harness": harness_table, "runtime": runtime_table}
         *_, runtime = plugin.resolve_plugins(
             [(kind, f"{key}.{kind}".removeprefix("."), table) for kind, table in tables.items()]

@@ -62,11 +62,11 @@ class EvalConfig(SourceConfig):
         names = SourceConfig.model_fields.keys() - {"name"}
         return SourceConfig(**{name: getattr(self, name) for name in names})
 
-    def source_with_workdirs_in(self, directory: Path) -> SourceConfig:
-        """Return `source` with the work directories of local runtimes below `directory`."""
+    def source_with_kept_workdirs(self, directory: Path) -> SourceConfig:
+        """Return `source` with work directories that are kept; local runtimes have theirs below `directory`."""
         is_local: bool = self.runtime.get("id", "local") == "local"
-        runtime = {"workdir_root": str(directory), **self.runtime} if is_local else self.runtime
-        return self.source.model_copy(update={"runtime": runtime})
+        root = {"workdir_root": str(directory)} if is_local else {}
+        return self.source.model_copy(update={"runtime": {**root, **self.runtime, "keep_workdir": True}})
 
 
 class EndpointConfig(Config):

@@ -65,12 +65,10 @@ async def _open_in_workers(
     from ramify.rollout.envserver.messages import compute_environment_digest
 
     environment_digest = compute_environment_digest(environment.identity)
-    source = environment.source.model_dump(mode="json")
-    if environment.idle_runtime.config.keep_workdir:
-        source["runtime"] = {**source["runtime"], "keep_workdir": True}
+    source = {**environment.source.model_dump(mode="json"), "pool": {"type": "static", "workers": config.workers}}
     server_config = EnvServerConfig.model_validate(
         {
-            "eval": [{**source, "pool": {"type": "static", "workers": config.workers}}],
+            "eval": [source],
             "model": config.model.model_dump(),
             "renderer": config.renderer.model_dump(),
             "inference": {"engine": "external", "base_url": served.urls},

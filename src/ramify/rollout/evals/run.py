@@ -203,8 +203,8 @@ async def evaluate_async(
     path = get_run_path(config)
     set_cache_directory(path)
     with watchdog.extend_timeout(IMPORT_TIMEOUT) if watchdog is not None else contextlib.nullcontext():
-        source = config.source_with_workdirs_in(path / WORK_DIR) if keep_workdirs else config.source
-        environment = Environment.load(source, keep_sandboxes=keep_workdirs)
+        source = config.source_with_kept_workdirs(path / WORK_DIR) if keep_workdirs else config.source
+        environment = Environment.load(source)
     rollouts = await load_plan(environment, config)
     check_server(config, environment)
     is_new = fresh or not path.exists()
