@@ -28,6 +28,7 @@ from ramify.env.runtime import ExecResult, ResourceLimits
 from ramify.processes.program import run_program
 from ramify.rollout.runtime.config import ContainerRuntimeConfig
 from ramify.rollout.runtime.owner import Leftover, get_machine_id, is_owner_alive
+from ramify.rollout.runtime.piped_process import InputFlow
 from ramify.rollout.runtime.shell_process import ShellProcess
 
 CLOSE_TIMEOUT = 10.0  # seconds for a killed `exec` command to end
@@ -131,13 +132,12 @@ class ContainerProcess(ShellProcess):
                 raise SandboxError(f"the exec command {self._transport.get_pid()} did not end") from error
 
 
-class _ExecStreams(asyncio.SubprocessProtocol):
+class _ExecStreams(InputFlow, asyncio.SubprocessProtocol):
     """Passes the streams of an `exec` command to its process."""
 
     def __init__(self, process: ContainerProcess) -> None:
+        super().__init__()
         self._process = process
-        self.writable = asyncio.Event()
-        self.writable.set()
         self.ended = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -151,16 +151,10 @@ class _ExecStreams(asyncio.SubprocessProtocol):
         if fd > 0:
             self._process.feed_eof(fd)
 
-    def pause_writing(self) -> None:
-        self.writable.clear()
-
-    def resume_writing(self) -> None:
-        self.writable.set()
-
     def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
         self._process.set_exit_code(self._transport.get_returncode() or 0)
         self._process.is_closed = True
-        self.writable.set()
         self.ended.set()
 
 

@@ -100,7 +100,7 @@ class PipedProcess(CapturedProcess):
         self._pipes_closed: list[asyncio.Future[None]] = []
         self._transports: list[asyncio.BaseTransport] = []
         self._stdin: asyncio.WriteTransport | None = None
-        self._stdin_protocol = _InputPipe()
+        self._stdin_protocol = InputFlow()
         self.program_fds: list[int] = []
 
     async def open_pipes(self, stdin: bytes | None) -> None:
@@ -166,20 +166,23 @@ class PipedProcess(CapturedProcess):
         await self._stdin_protocol.writable.wait()
 
 
-class _InputPipe(asyncio.BaseProtocol):
-    """Lets a writer wait until the program has read."""
+class InputFlow(asyncio.BaseProtocol):
+    """Tells a writer whether the program reads: `writable` is set unless the program's input is full."""
 
     def __init__(self) -> None:
         self.writable = asyncio.Event()
         self.writable.set()
 
     def pause_writing(self) -> None:
+        """Let writers wait: the input is full."""
         self.writable.clear()
 
     def resume_writing(self) -> None:
+        """Let writers go on."""
         self.writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Let writers go on: the input is closed, which they notice."""
         self.writable.set()
 
 
