@@ -1,10 +1,14 @@
 """An eval runs every (task, repetition) pair once, whatever happens."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
 import ramify as rf
-from ramify.core.errors import ConfigInvalid
+from ramify.core.errors import ConfigInvalid, ProviderError
 from ramify.rollout.evals import EvalConfig
+from ramify.rollout.evals.run import fail_when_engine_exits
 from ramify.run.store import RunStore
 from tests.rollout.evals import environments
 from tests.support.engine import ScriptedEngine, fail, first, reverse_some, run_engine
@@ -170,3 +174,44 @@ def test_duplicate_task_gets_its_own_key(configured, tmp_path):
     )
     result = rf.evaluate(configured(taskset={"id": str(path)}))
     assert pairs(result) == [("one", 0), ("one", 1), ("one#2", 0), ("one#2", 1)]
+
+
+class StoppableEngine:
+    """A model server that runs until it is told to exit."""
+
+    def __init__(self) -> None:
+        self.exit = asyncio.Event()
+        self.log = SimpleNamespace(describe_tail=lambda: "its log is empty")
+
+    async def wait(self) -> int:
+        await self.exit.wait()
+        return 1
+
+
+async def test_exit_of_the_started_engine_ends_the_eval():
+    engine = StoppableEngine()
+    async with asyncio.timeout(10):
+        with pytest.raises(ProviderError, match="the model server exited; its log is empty"):
+            async with fail_when_engine_exits(engine):
+                engine.exit.set()
+                await asyncio.Event().wait()
+        with pytest.raises(ConfigInvalid, match="no model"):
+            async with fail_when_engine_exits(StoppableEngine()):
+                raise ConfigInvalid("no model")
+        async with fail_when_engine_exits(StoppableEngine()):
+            pass
+    current_task = asyncio.current_task()
+    assert current_task is not None and not current_task.cancelling()
+    assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "engine"] == []
+
+
+async def test_cancelled_eval_with_an_engine_stays_cancelled():
+    async def evaluate() -> None:
+        async with fail_when_engine_exits(StoppableEngine()):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(evaluate())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()

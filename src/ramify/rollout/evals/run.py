@@ -240,7 +240,7 @@ async def evaluate_async(
                 ):
                     runner = EvalRunner(config, environment, store, run_rollout, progress, display, revision, watchdog)
                     async with (
-                        _cancel_when_engine_exits(served.engine),
+                        fail_when_engine_exits(served.engine),
                         open_display(display, get_progress, REFRESH_INTERVAL),
                     ):
                         await runner.run_all(missing_rollouts)
@@ -386,28 +386,20 @@ def pin_eval_dataset(config: EvalConfig, *, fresh: bool, accept_changes: bool, l
 
 
 @contextlib.asynccontextmanager
-async def _cancel_when_engine_exits(engine: EngineProcess | None) -> AsyncGenerator[None]:
+async def fail_when_engine_exits(engine: EngineProcess | None) -> AsyncGenerator[None]:
     """Raise ProviderError as soon as the engine that was started for this eval exits; no rollout could succeed then."""
-    current_task = asyncio.current_task()
-    assert current_task is not None
-    engine_exited = False
 
     async def wait_for_exit(server: EngineProcess) -> None:
-        nonlocal engine_exited
         await server.wait()
-        engine_exited = True
-        current_task.cancel()
+        raise ProviderError(f"the model server exited; {server.log.describe_tail()}")
 
     if engine is None:
         yield
         return
-    watch_task = asyncio.create_task(wait_for_exit(engine), name="engine")
     try:
-        yield
-    except asyncio.CancelledError:
-        if not engine_exited:
-            raise
-        current_task.uncancel()
-        raise ProviderError(f"the model server exited; {engine.log.describe_tail()}") from None
-    finally:
-        watch_task.cancel()
+        async with asyncio.TaskGroup() as group:
+            watch_task = group.create_task(wait_for_exit(engine), name="engine")
+            yield
+            watch_task.cancel()
+    except BaseExceptionGroup as failures:
+        raise unwrap_exception_group(failures) from None
