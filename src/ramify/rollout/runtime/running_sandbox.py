@@ -216,17 +216,22 @@ class BwrapSandbox(RunningSandbox):
 
     async def _wait_until_gone(self) -> None:
         if self._bwrap is not None:
-            try:
-                async with asyncio.timeout(STOP_TIMEOUT):
-                    await self._bwrap.wait()
-            except TimeoutError as error:
-                with contextlib.suppress(ProcessLookupError):  # somebody may have stopped it
-                    self._bwrap.kill()
-                raise SandboxError(f"the sandbox {self._bwrap.pid} did not end after {STOP_TIMEOUT:g} s") from error
+            await wait_for_end(self._bwrap, "the sandbox")
         if self._bwrap_fd >= 0:
             os.close(self._bwrap_fd)
         self._bwrap_fd = -1
         self._stack.close()
+
+
+async def wait_for_end(process: asyncio.subprocess.Process, name: str) -> None:
+    """Wait for the end of a killed sandbox or template. Raises SandboxError, and kills its parent, if it takes long."""
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT):
+            await process.wait()
+    except TimeoutError as error:
+        with contextlib.suppress(ProcessLookupError):  # somebody may have stopped it
+            process.kill()
+        raise SandboxError(f"{name} {process.pid} did not end after {STOP_TIMEOUT:g} s") from error
 
 
 @cache

@@ -35,7 +35,7 @@ from ramify.rollout.runtime.bwrap import (
     iter_mounts,
 )
 from ramify.rollout.runtime.config import PreloadConfig, SandboxRuntimeConfig
-from ramify.rollout.runtime.running_sandbox import MAX_REASON_BYTES, STOP_TIMEOUT, RunningSandbox
+from ramify.rollout.runtime.running_sandbox import MAX_REASON_BYTES, STOP_TIMEOUT, RunningSandbox, wait_for_end
 from ramify.rollout.runtime.sandbox_process import (
     SEND_INTERVAL,
     SandboxChannel,
@@ -257,13 +257,7 @@ class RunningTemplate:
         self.kill()
         try:
             if self._process is not None:
-                async with asyncio.timeout(STOP_TIMEOUT):
-                    await self._process.wait()
-        except TimeoutError as error:
-            assert self._process is not None
-            with contextlib.suppress(ProcessLookupError):  # somebody may have stopped it
-                self._process.kill()
-            raise SandboxError(f"the template {self._process.pid} did not end after {STOP_TIMEOUT:g} s") from error
+                await wait_for_end(self._process, "the template")
         finally:
             if self._template_fd >= 0:
                 os.close(self._template_fd)
