@@ -9,6 +9,7 @@ a lost sandbox or a tool whose result nobody can read.
 import asyncio
 import inspect
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -92,11 +93,8 @@ class ToolArgumentsInvalid(Exception):
     """The arguments of a call do not match the tool's schema; the message is shown to the model."""
 
 
-class Tool:
-    """A function that a model may call by `name`. `schema` describes it to the model, in OpenAI's format.
-
-    A subclass implements `execute`, or `call` if it does not turn every error into a result.
-    """
+class Tool(ABC):
+    """A function that a model may call by `name`. `schema` describes it to the model, in OpenAI's format."""
 
     injected_parameters: frozenset[str] = frozenset()  # the fields of the context that the tool receives
 
@@ -125,9 +123,9 @@ class Tool:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a tool is shown to the model
             return ErrorText(_truncate(f"{type(error).__name__}: {error}".removesuffix(": ")))
 
+    @abstractmethod
     async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
         """Run the tool and return its result. Raises ToolArgumentsInvalid, and whatever the tool's code raises."""
-        raise NotImplementedError(f"{type(self).__name__} has no execute()")
 
 
 class FunctionTool(Tool):
@@ -166,6 +164,10 @@ class ToolWithTimeout(Tool):
                 return await self._tool.call(context, arguments)
         except DeadlineExceeded as error:
             return ErrorText(f"{error.name}: {error.message}")
+
+    async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
+        """Run the tool without a time limit."""
+        return await self._tool.execute(context, arguments)
 
 
 class ToolSet:

@@ -56,7 +56,7 @@ class PythonTool(Tool):
         self.answer: str | None = None
 
     async def call(self, context: RolloutContext, arguments: Mapping[str, Any] | str) -> ToolContent:
-        """Run the code and return what it printed. A failure of the system is raised, not shown to the model."""
+        """Run the code. A failure of the system is raised, not shown to the model."""
         try:
             if isinstance(arguments, str):
                 code = msgspec.json.decode(arguments, type=PythonArguments).code
@@ -64,7 +64,11 @@ class PythonTool(Tool):
                 code = msgspec.convert(arguments, PythonArguments).code
         except msgspec.DecodeError as error:  # also if the arguments are of other names or types
             return ErrorText(f"{PYTHON_TOOL}: {error}")
-        result = await self._repl.run(code)
+        return await self.execute(context, {"code": code})
+
+    async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
+        """Run the code and return what it printed."""
+        result = await self._repl.run(arguments["code"])
         self.answer = result.answer
         return result.output
 
@@ -81,6 +85,10 @@ class DirectTool(Tool):
         async with self._lock:
             content = await self._tool.call(context, arguments)
         return cut_text(content, self._max_output_chars) if isinstance(content, str) else content
+
+    async def execute(self, context: RolloutContext, arguments: dict[str, Any]) -> ToolContent:
+        """Run the tool without waiting for others."""
+        return await self._tool.execute(context, arguments)
 
 
 class TasksetTools:
