@@ -56,3 +56,16 @@ def test_missing_requirement_of_the_core_is_named(tmp_path):
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ramify\nVersion: 0.1.0\n{requirements}\n")
     with pytest.raises(ConfigInvalid, match="/half lacks the package numpy; "):
         interpreter.find_other_interpreter(str(python))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("echo 3 >&2; exit 1", "3"), ("exit 0", "it printed nothing"), ("echo hello", "hello")],
+)
+def test_a_program_that_does_not_work_as_python_is_refused_in_one_line(tmp_path, code, reason):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{code}\n")
+    program.chmod(0o755)
+    with pytest.raises(ConfigInvalid) as error:
+        interpreter.check_interpreter(program)
+    assert error.value.message == f"{program} does not work as a Python interpreter: {reason}"

@@ -193,7 +193,7 @@ def _check_has_vllm(engine: VLLMConfig) -> str:
     result = run_program([python, "-c", code], timeout=FIND_TIMEOUT, env={**os.environ, **engine.extra_env})
     if result.returncode == NOT_FOUND:
         return f"{python} has no package vllm; name the interpreter of an environment with vLLM (docs/inference.md)"
-    return "" if result.ok else f"{python}: {result.text}"
+    return "" if result.ok else f"{python}: {result.stderr[-200:] or result.text}"
 
 
 def _find_top_k_problems(config: RunConfig) -> list[ConfigProblem]:

@@ -91,10 +91,9 @@ def run_command_in(python: Path, command: str, argv: Sequence[str]) -> NoReturn:
 def check_interpreter(python: Path) -> None:
     """Raise ConfigInvalid, in one line, if an interpreter lacks the core of Ramify. It is checked once per process."""
     result = run_program([str(python), "-c", _CHECK_SCRIPT], timeout=CHECK_TIMEOUT)
-    try:
-        python_version, version, missing = json.loads(result.text)
-    except ValueError as error:
-        raise ConfigInvalid(f"{python} cannot be run: {result.text}") from error
+    if not result.ok or not result.text.startswith("["):
+        raise ConfigInvalid(f"{python} does not work as a Python interpreter: {result.text or 'it printed nothing'}")
+    python_version, version, missing = json.loads(result.text)
     if tuple(python_version) < MIN_VERSION:
         actual, expected = (".".join(map(str, version)) for version in (python_version, MIN_VERSION))
         raise ConfigInvalid(f"{python} is Python {actual}; expected {expected} or newer")

@@ -35,7 +35,7 @@ def run_program(command: Sequence[str], *, timeout: float, env: Mapping[str, str
             env=env,
         )
     except OSError as error:
-        return ProgramResult(False, f"{command[0]} cannot be started: {error.strerror}")
+        return ProgramResult(False, f"cannot be started: {error.strerror}")
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -27,7 +27,7 @@ def probe(tmp_path, monkeypatch):
 
 def test_a_program_that_may_not_be_executed_is_not_a_lack_of_namespaces(probe, tmp_path: Path):
     reason = probe(f"#!{tmp_path}")  # a directory cannot be executed, not even by root
-    assert reason == f"bwrap cannot be run: {tmp_path}/bwrap cannot be started: Permission denied"
+    assert reason == f"{tmp_path}/bwrap cannot be started: Permission denied"
 
 
 def test_all_lines_of_its_message_are_read_and_shown(probe):

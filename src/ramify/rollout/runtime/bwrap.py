@@ -164,7 +164,7 @@ def find_unsupported_reason() -> str | None:
     if probe.ok:
         return None
     if probe.returncode is None:
-        return f"bwrap cannot be run: {probe.text}"
+        return f"{executable} {probe.text}"
     message = probe.stderr
     if "nknown option" in message:
         return f"bubblewrap is too old, version 0.8 or newer is needed: {message}"
