@@ -115,7 +115,7 @@ def _find_checkpoint(run: Path, step: int, ledger: Ledger) -> Path:
 def _choose_step(step: str, stored_steps: Set[int], store: RunStore, ledger: Ledger) -> int:
     """Return the step that was asked for, one of the committed steps in `stored_steps`, by default the last.
 
-    Raises ConfigInvalid if it is not available, and CheckpointRefused if the last step has lost its manifest.
+    Raises ConfigInvalid if it is not available, and CheckpointRefused if the last step is not stored any more.
     """
     completed = {*stored_steps, *list_completed_steps(store.path / CHECKPOINTS_DIR)}
     committed = ledger.progress().committed or max(completed, default=0)
@@ -124,7 +124,7 @@ def _choose_step(step: str, stored_steps: Set[int], store: RunStore, ledger: Led
         raise ConfigInvalid(f"{store.path} has no checkpoint yet, so there is nothing to export")
     if not step:
         if available[-1] < committed:
-            problem = f"the checkpoint of step {committed}, the last one, has no manifest"
+            problem = f"the checkpoint of step {committed}, the last one, is missing or has no manifest"
             raise CheckpointRefused(f"{problem}; --step {available[-1]} exports an older one")
         return available[-1]
     listed = ", ".join(map(str, available))
