@@ -402,4 +402,5 @@ async def fail_when_engine_exits(engine: EngineProcess | None) -> AsyncGenerator
             yield
             watch_task.cancel()
     except BaseExceptionGroup as failures:
-        raise unwrap_exception_group(failures) from None
+        failure = unwrap_exception_group(failures)
+        raise failure from failure.__cause__
