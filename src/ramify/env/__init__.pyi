@@ -15,6 +15,7 @@ from .decorators import turn_reward as turn_reward
 from .hook import Hook as Hook
 from .judges.judge import Judge as Judge
 from .mcp import McpServerConfig as McpServerConfig
+from .runtime import ExecResult as ExecResult
 from .runtime import Runtime as Runtime
 from .runtime import RuntimeConfig as RuntimeConfig
 from .runtime import RuntimeProcess as RuntimeProcess

@@ -176,8 +176,8 @@ class ProcessSpec:
     """`inference/0`, `env/train/reverse/0`, `orchestrator`, `trainer`."""
     log: Path
     build_start: Callable[[ProcessSlot], ProcessStart]
-    """Returns what to start in a slot, for each rank, in addition to `env`. It is called before each start, in a thread
-    of its own, as is `last_state`."""
+    """Returns what to start in the slot of each rank; its environment variables are added to `env`. It may write files.
+    It is called before each start, in a thread of its own, as is `last_state`."""
     role: ProcessRole = ProcessRole.SERVICE
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables, added to the supervisor's environment."""

@@ -7,7 +7,7 @@ so that they know the first addresses; they learn later ones from the address bo
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -240,12 +240,11 @@ class _PlanBuilder:
         config, name = self.config, demand.name
         if name == ORCHESTRATOR:
             return self._build_orchestrator_spec(demand)
-        builders = {TRAINER: self._build_trainer_start, "env_servers": self._build_env_server_start}
         lease_factor = ENGINE_LEASE_FACTOR if name in self.engine_names else 1
         spec = ProcessSpec(
             name,
             config.path / "logs" / f"{demand.file_stem}.log",
-            partial(builders.get(_get_role(name), self._build_engine_start), demand),
+            partial(self._choose_start_builder(name), demand),
             env={**self._build_variables(demand), **self._build_sharing_variables(name), **self.secret_env},
             ready_timeout=config.launch.startup_timeout,
             num_ranks=demand.num_ranks,
@@ -265,6 +264,11 @@ class _PlanBuilder:
             return replace(spec, start_after=self.engine_names)
         is_forkable = not self.uses_gpus and isinstance(self._get_engine_config(name), EngineConfig)
         return replace(spec, preload_modules=ENGINE_MODULES if is_forkable else ())
+
+    def _choose_start_builder(self, name: str) -> Callable[[ProcessDemand, ProcessSlot], ProcessStart]:
+        if name == TRAINER:
+            return self._build_trainer_start
+        return self._build_env_server_start if name.startswith(ENV_PREFIX) else self._build_engine_start
 
     def _build_orchestrator_spec(self, demand: ProcessDemand) -> ProcessSpec:
         config, ports = self.config, self.reservation.format_ports()

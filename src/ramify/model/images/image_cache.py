@@ -25,8 +25,7 @@ class ImageCache:
 
     def __init__(self, family: ImageFamily, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self.family = family
-        self._images: BoundedCache[str, ProcessedImage]
-        self._images = BoundedCache(max_bytes, measure=lambda image: image.num_bytes)
+        self._images = BoundedCache[str, ProcessedImage](max_bytes, measure=lambda image: image.num_bytes)
         self._layouts: BoundedCache[str, ImageLayout] = BoundedCache(MAX_LAYOUTS)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")  # starts with the first image
 

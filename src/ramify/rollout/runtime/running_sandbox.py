@@ -224,12 +224,15 @@ class BwrapSandbox(RunningSandbox):
 
 
 async def wait_for_end(process: asyncio.subprocess.Process, name: str) -> None:
-    """Wait for the end of a killed sandbox or template. Raises SandboxError, and kills its parent, if it takes long."""
+    """Wait for the exit of `process`, the parent of a killed sandbox or template. Kill it after STOP_TIMEOUT.
+
+    Raises SandboxError if it had to be killed, which may leave processes of the sandbox.
+    """
     try:
         async with asyncio.timeout(STOP_TIMEOUT):
             await process.wait()
     except TimeoutError as error:
-        with contextlib.suppress(ProcessLookupError):  # somebody may have stopped it
+        with contextlib.suppress(ProcessLookupError):  # it may have just exited
             process.kill()
         raise SandboxError(f"{name} {process.pid} did not end after {STOP_TIMEOUT:g} s") from error
 
