@@ -18,7 +18,7 @@ from ramify.infer.gateway import Gateway, RolloutLimits, RolloutSession, Samplin
 from ramify.trace import Trace
 from tests.support.engine import TINY
 
-pytestmark = pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="starts an engine")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(not os.environ.get("RAMIFY_FULL"), reason="starts an engine")]
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,10 @@ async def test_recorded_logprobs_equal_those_that_the_engine_scores(address):
             trace, policy, sampling=SamplingConfig(max_tokens=40), limits=RolloutLimits(), seed=1, is_training=True
         )
         end = gateway.register(session)
-        async with openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key) as client:
+        async with openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key) as agent:
             history = [{"role": "user", "content": "Reverse this text: abc"}]
             for turn in range(3):
-                answer = await client.chat.completions.create(model="gpt-x", messages=history)
+                answer = await agent.chat.completions.create(model="gpt-x", messages=history)
                 history += [{"role": "assistant", "content": answer.choices[0].message.content}]
                 history += [{"role": "user", "content": f"And this one: {turn}"}]
         (branch,) = trace.branches
