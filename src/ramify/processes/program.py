@@ -13,7 +13,7 @@ from ramify.processes.cleanup import kill_process_group
 
 
 class ProgramResult(NamedTuple):
-    """The output of the program if `ok`, else the reason of the failure."""
+    """The output of the program if `ok`, else the reason of the failure, which does not name the program."""
 
     ok: bool
     text: str
