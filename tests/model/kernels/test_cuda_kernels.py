@@ -38,5 +38,5 @@ else:
         is_full = bool(os.environ.get("RAMIFY_FULL"))
         result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900 if is_full else 300)
         assert result.returncode == 0, result.stdout + result.stderr
-        num_passed = 92 if is_full else 54
+        num_passed = 92 if is_full else 53
         assert f"{num_passed} passed" in result.stdout
