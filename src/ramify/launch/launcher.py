@@ -58,7 +58,7 @@ class PlacementRequest:
     """What a process needs of its node; each rank of a gang needs as much."""
 
     choose_places: Callable[[Sequence[ClusterNode]], Sequence[Place]]
-    """Returns the place of each rank, on nodes that can be reached, or nothing if there is no room."""
+    """Chooses a reachable node for each rank. Returns an empty sequence if they do not all fit."""
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     port: int = 0

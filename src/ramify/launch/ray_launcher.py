@@ -204,7 +204,7 @@ class RayLauncher:
             raise DeadlineExceeded(f"{message}: {shortage}{last_failure}") from error
 
     async def _choose_nodes(self, placement: PlacementRequest) -> "list[_RayNode]":
-        """Return the node of each rank; none if there is no room now.
+        """Return the node of each rank, or an empty list if they do not all fit now.
 
         A node on which a process was lost is chosen only if the others have no room.
         """

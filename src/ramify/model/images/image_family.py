@@ -66,7 +66,7 @@ def load_image_family(model_dir: Path | str) -> ImageFamily | None:
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """Return the table in a file of a model; an empty one if there is no file. Raises ConfigInvalid."""
+    """Read one of a model's JSON files; a missing file counts as empty. Raises ConfigInvalid if it is not JSON."""
     try:
         value: Any = json.loads(path.read_bytes())
     except FileNotFoundError:
